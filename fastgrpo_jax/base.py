@@ -1,0 +1,233 @@
+"""The nouns: every type that crosses a border of the package.
+
+Traced state is a `NamedTuple` of arrays, static description a frozen dataclass. One legend
+of dimension letters holds everywhere:
+
+    N  rows of a rollout (prompts x group)      B  rows that are live in a bucket
+    P  prompts                                  G  completions per prompt (the group)
+    L  longest sequence, prompt included        S  cache slots per row
+    T  tokens of one forward                    M  nodes of a draft tree, root included
+    D  depth of a draft tree                    E  model dimension
+    Q  query heads                              K  key/value heads
+    H  head dimension                           V  vocabulary
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+Params = Any  # a nested dict of arrays, as Flax makes it
+
+
+class UserError(Exception):
+    """Something the user can mend: one message that names the field, the value and the choices."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 frequency scaling of rotary embeddings."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """Shape of a decoder of the Llama, Qwen2/2.5 or Qwen3 family."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    max_positions: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    tied: bool = True
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    dtype: str = "float32"  # compute dtype; parameters may be kept wider
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleConfig:
+    """Shape of a learned drafter: `fastgrpo` (gated fusion, two outputs) or `eagle` (fc, one)."""
+
+    kind: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class DraftStrategy:
+    """How one round drafts. `depth` 0 is plain decoding.
+
+    Attributes:
+      drafter: `off`, `learned`, `ngram`, or a name given by a test.
+      depth: levels drafted below the root.
+      width: children per expanded node; 1 makes a chain.
+      nodes: tokens verified per row, root included.
+    """
+
+    drafter: str = "off"
+    depth: int = 0
+    width: int = 1
+    nodes: int = 1
+
+    def __post_init__(self):
+        pool = self.width + self.width**2 * (self.depth - 1) if self.depth else 0
+        if not self.depth + 1 <= self.nodes <= pool + 1:
+            raise UserError(
+                f"strategy {self}: nodes must lie in [depth + 1, {pool + 1}] (root included)"
+            )
+
+    @property
+    def chain(self) -> bool:
+        return self.width == 1
+
+    def __str__(self) -> str:
+        if not self.depth:
+            return "off"
+        return f"{self.drafter}:d{self.depth}k{self.width}n{self.nodes}"
+
+
+PLAIN = DraftStrategy()
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Bucket:
+    """A compiled concurrency: rows decoded together and cache slots per row."""
+
+    rows: int
+    slots: int
+
+
+class KVCache(NamedTuple):
+    """Keys and values, one array per layer; slot i of a row holds its position i.
+
+    Heads come before slots: on CPU the batched matmuls of attention then need no transposed
+    copy (2 to 6 times faster at 32 rows), and on accelerators the layout is the usual one.
+    """
+
+    k: tuple[Float[Array, "B K S H"], ...]
+    v: tuple[Float[Array, "B K S H"], ...]
+
+
+class DraftTree(NamedTuple):
+    """Draft nodes in topological order; node 0 is the root, the row's last emitted token.
+
+    tokens: token ids; -1 is a node that can never be accepted.
+    parent: index of each node's parent, smaller than its own; the root's is -1.
+    """
+
+    tokens: Int[Array, "B M"]
+    parent: Int[Array, "B M"]
+
+
+class Verdict(NamedTuple):
+    """What a round emits, per row: the first `count` entries are valid.
+
+    tokens: the target's own draws along the accepted path.
+    nodes: the node each was drawn at (the root first).
+    logps: log softmax(logits / T) of each token, unfiltered.
+    masses: log of the mass that top-k and top-p kept (0 without filters).
+    count: 1 + number of accepted nodes.
+    """
+
+    tokens: Int[Array, "B D1"]
+    nodes: Int[Array, "B D1"]
+    logps: Float[Array, "B D1"]
+    masses: Float[Array, "B D1"]
+    count: Int[Array, " B"]
+
+
+class Sampling(NamedTuple):
+    """Sampling settings and noise addresses of each row."""
+
+    key: UInt[Array, "N 2"]
+    temperature: Float[Array, " N"]
+    top_k: Int[Array, " N"]  # 0: off
+    top_p: Float[Array, " N"]  # 1: off
+
+
+class Sequences(NamedTuple):
+    """Every row of a rollout, live or not, in the order of the batch (row = prompt * G + sample)."""
+
+    tokens: Int[Array, "N L"]  # prompt then response, unpadded from 0; the rest is -1
+    logps: Float[Array, "N L"]  # behaviour log-probs, 0 on prompts
+    masses: Float[Array, "N L"]
+    prompt_length: Int[Array, " N"]
+    length: Int[Array, " N"]
+    limit: Int[Array, " N"]  # length at which the row is cut
+    done: Bool[Array, " N"]
+    stopped: Bool[Array, " N"]  # ended by a stop token, not by the limit
+
+
+class BlockStats(NamedTuple):
+    """Counts of one decode block, over its live rows."""
+
+    rounds: Int[Array, ""]
+    row_rounds: Int[Array, ""]
+    emitted: Int[Array, ""]
+    accepted: Int[Array, " D"]  # rows whose draft was accepted at depth i + 1 and emitted
+    tried: Int[Array, " D"]  # rows that reached depth i, so that a draft at i + 1 was judged
+
+
+class RolloutState(NamedTuple):
+    """All that a decode block reads and writes; donated to it.
+
+    rows[b] is the line of `sequences` that slot b works on, or N for an empty slot.
+    `draft` is the learned drafter's own state, None without one.
+    """
+
+    sequences: Sequences
+    rows: Int[Array, " B"]
+    cache: KVCache
+    draft: Any
+    stats: BlockStats
+
+
+class RolloutBatch(NamedTuple):
+    """What training learns of a rollout (host arrays).
+
+    tokens are right-padded with 0 beyond `length`; response tokens are those in
+    [prompt_length, length), the final stop token included.
+    """
+
+    tokens: Int[Any, "N L"]
+    logps: Float[Any, "N L"]
+    masses: Float[Any, "N L"]
+    prompt_length: Int[Any, " N"]
+    length: Int[Any, " N"]
+    stopped: Bool[Any, " N"]
+
+
+class TrainState(NamedTuple):
+    """Everything a step updates; donated to it. `drafter` parts are None without a drafter."""
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: Any
+    drafter: Params
+    drafter_opt_state: Any
+    drafter_steps: Int[Array, ""]
+    reference: Params  # frozen reference policy, None when beta is 0
+
+
+def tree_bytes(tree: Any) -> int:
+    """Count the bytes of all arrays in a tree."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

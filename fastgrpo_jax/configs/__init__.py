@@ -1,0 +1,1 @@
+"""Run configurations; `default.py` holds every key with its unit and reason."""

@@ -1,0 +1,91 @@
+"""Every configuration key, with its unit or reason. Other configs start from here."""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+    c = config_dict.ConfigDict()
+    c.seed = 0  # everything random derives from it: weights, data order, sampling noise
+    c.steps = 100  # training steps, one rollout each
+
+    c.model = config_dict.ConfigDict()
+    c.model.name = "tiny"  # tiny | smollm2-135m | directory | .gguf file | hub id
+    c.model.dtype = "float32"  # compute dtype: float32 | bfloat16 | float64; masters stay float32
+
+    c.task = config_dict.ConfigDict()
+    c.task.name = "addition"  # addition | arithmetic | FILE.jsonl | datasets:NAME[:SPLIT]
+    c.task.max_operand = 20  # addition, arithmetic: numbers from 1 (addition) to this
+    c.task.max_terms = 5  # arithmetic: longest chain of operations
+    c.task.system = ""  # system message; empty leaves the chat template's own default
+    c.task.chat = True  # render text prompts as one user message by the tokenizer's template
+    c.task.prompts_per_step = 4  # P: distinct prompts of a step
+    c.task.group = 8  # G: completions per prompt, at least 2
+    c.task.max_prompt_length = 128  # tokens, template included
+    c.task.overlong_prompt = "error"  # error | drop | truncate_left
+    c.task.shuffle = True  # reshuffle each epoch (finite sources)
+
+    c.reward = config_dict.ConfigDict()
+    # Names (exact_number, format) or module:function or FILE.py:function, comma-separated.
+    c.reward.functions = "exact_number"
+    c.reward.weights = ""  # comma-separated, one per function; empty: all 1
+    c.reward.on_error = "raise"  # raise | none: what a reward that fails does to its row
+
+    c.sampling = config_dict.ConfigDict()
+    c.sampling.temperature = 1.0  # 0 is greedy
+    c.sampling.top_k = 0  # 0: off
+    c.sampling.top_p = 1.0  # 1: off
+    c.sampling.max_response_length = 64  # tokens, the stop token included
+    c.sampling.max_length = 0  # tokens, prompt included; 0: prompt limit + response limit
+    c.sampling.stop_tokens = ""  # further stop tokens, comma-separated texts or ids
+
+    c.rollout = config_dict.ConfigDict()
+    c.rollout.controller = "fastgrpo"  # off | fixed | fastgrpo
+    c.rollout.strategy = "learned:2:1:3"  # of `fixed`: drafter:depth:width:nodes
+    c.rollout.draft_noise = "shared"  # shared | off (the papers' deterministic EAGLE-2 tree)
+    c.rollout.draft_tau = 1.0  # temperature of a node's estimated acceptance
+    c.rollout.c_peak = 0  # tokens per forward at the machine's knee; 0: measured at start
+    c.rollout.n_max = 160  # fastgrpo: most tokens verified per row
+    c.rollout.depth_max = 5  # fastgrpo: deepest draft
+    c.rollout.width_max = 8  # fastgrpo: most children per node
+    c.rollout.alpha = 0.75  # fastgrpo: depth = log2(tokens verified / alpha)
+    c.rollout.row_buckets = ""  # compiled row counts, comma-separated; empty: powers of 2
+    c.rollout.slot_step = 128  # cache slots grow by this many positions
+    c.rollout.block_rounds = 16  # rounds per compiled block before the host looks again
+    c.rollout.prefill_chunk = 32  # tokens of the one canonical prefill shape
+    c.rollout.ngram_max = 3  # longest suffix matched by the n-gram drafter
+
+    c.drafter = config_dict.ConfigDict()
+    c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
+    c.drafter.learning_rate = 1e-4
+    c.drafter.max_grad_norm = 0.5
+    c.drafter.feature_weight = 2.0  # of SmoothL1(next_feature, f); eagle's paper has 1.0
+    c.drafter.token_weight = 0.1  # of CE(target's softmax, drafter's)
+    c.drafter.train = True
+
+    c.loss = config_dict.ConfigDict()
+    c.loss.name = "grpo"  # grpo (sequence mean) | dapo (token mean)
+    c.loss.clip_low = 0.2
+    c.loss.clip_high = 0.2
+    c.loss.kl_beta = 0.0  # k3 to the starting policy; 0 keeps no reference in memory
+    c.loss.advantage_scale = "group"  # group | batch | none
+    c.loss.head_chunk = 256  # tokens whose logits exist at one time
+
+    c.optim = config_dict.ConfigDict()
+    c.optim.learning_rate = 1e-6
+    c.optim.warmup_steps = 0
+    c.optim.weight_decay = 0.0
+    c.optim.b1 = 0.9
+    c.optim.b2 = 0.999
+    c.optim.eps = 1e-8
+    c.optim.max_grad_norm = 1.0
+    c.optim.micro_batches = 1  # rows are split into this many; the gradient is the same
+    c.optim.remat = False  # recompute layers in the backward pass: less memory, slower
+
+    c.checkpoint = config_dict.ConfigDict()
+    c.checkpoint.every = 20  # steps; the last step is always saved
+    c.checkpoint.keep = 2  # newest checkpoints kept
+
+    c.log = config_dict.ConfigDict()
+    c.log.tensorboard = False  # needs the [log] extra
+    c.log.completions_per_step = 4  # rows of completions.jsonl per step; 0: none
+    return c

@@ -1,0 +1,1 @@
+"""Decoders and drafters as Flax modules, and the readers that fill them."""

@@ -1,0 +1,143 @@
+"""Layers shared by the policy and the drafters.
+
+Parameters may be stored wider than the compute dtype; each layer casts its own. Norms,
+softmax and rotary angles are computed in float32 or wider, whatever the compute dtype.
+"""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fastgrpo_jax import base
+
+_init = nn.initializers.normal(0.02)
+
+
+def at_least_float32(dtype) -> jnp.dtype:
+    """Return float32, or the dtype itself where it is wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class Linear(nn.Module):
+    """x @ kernel (+ bias); the kernel is [in, out]."""
+
+    features: int
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
+        kernel = self.param("kernel", _init, (x.shape[-1], self.features))
+        y = x @ kernel.astype(x.dtype)
+        if self.bias:
+            y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
+        return y
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis (Zhang and Sennrich 2019)."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        wide = x.astype(at_least_float32(x.dtype))
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return wide.astype(x.dtype) * scale.astype(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x)."""
+
+    ffn: int
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b E"]) -> Float[Array, "*b E"]:
+        gated = nn.silu(Linear(self.ffn, name="gate")(x)) * Linear(self.ffn, name="up")(x)
+        return Linear(x.shape[-1], name="down")(gated)
+
+
+def rope_frequencies(
+    head_dim: int, theta: float, scaling: base.RopeScaling | None
+) -> Float[Array, " h"]:
+    """Compute the rotary frequencies of half a head (Su et al. 2021), in radians per position.
+
+    Llama 3 divides low frequencies by `factor`, keeps high ones, and interpolates between.
+    """
+    freq = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return freq
+    turns = scaling.original_max_positions * freq / (2 * jnp.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = jnp.clip(keep, 0.0, 1.0)
+    return freq * (keep + (1.0 - keep) / scaling.factor)
+
+
+def rope_angles(
+    positions: Int[Array, "B T"], freq: Float[Array, " h"], dtype
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """Compute cos and sin of position * frequency, shared by all layers of a forward."""
+    angle = positions[..., None, None].astype(jnp.float32) * freq
+    return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+
+
+def rotate(x: Float[Array, "B T N H"], angles) -> Float[Array, "B T N H"]:
+    """Rotate the pairs (i, i + H/2) of each head, as Hugging Face lays them out."""
+    cos, sin = angles
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attend(
+    q: Float[Array, "B T Q H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
+) -> Float[Array, "B T Q*H"]:
+    """Attend with grouped queries; a query sees the slots where its mask is True."""
+    rows, tokens, heads, dim = q.shape
+    kv = k.shape[1]
+    q = q.reshape(rows, tokens, kv, heads // kv, dim).swapaxes(1, 2).reshape(rows, kv, -1, dim)
+    scores = jnp.einsum("bkmh,bksh->bkms", q, k) * dim**-0.5
+    scores = scores.astype(at_least_float32(q.dtype))
+    seen = jnp.repeat(mask, heads // kv, axis=1)[:, None]
+    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    out = jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v)
+    return out.reshape(rows, kv, tokens, -1).swapaxes(1, 2).reshape(rows, tokens, heads * dim)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with optional q/k/v bias and per-head q/k norm.
+
+    `remember` maps this forward's keys and values [B, K, T, H] to all that can be seen
+    [B, K, S, H]: the identity in training, a cache write in decoding.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T E"], angles, mask: Bool[Array, "B T S"], remember: Callable
+    ) -> Float[Array, "B T E"]:
+        rows, tokens, width = x.shape
+
+        def project(name: str, heads: int):
+            y = Linear(heads * self.head_dim, bias=self.qkv_bias, name=name)(x)
+            return y.reshape(rows, tokens, heads, self.head_dim)
+
+        q, k, v = project("q", self.heads), project("k", self.kv_heads), project("v", self.kv_heads)
+        if self.qk_norm:
+            q = RMSNorm(self.norm_eps, name="q_norm")(q)
+            k = RMSNorm(self.norm_eps, name="k_norm")(k)
+        k, v = remember(rotate(k, angles).swapaxes(1, 2), v.swapaxes(1, 2))
+        out = attend(rotate(q, angles), k, v, mask)
+        return Linear(width, bias=self.o_bias, name="o")(out)

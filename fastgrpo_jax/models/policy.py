@@ -1,0 +1,105 @@
+"""The policy: one decoder for the Llama, Qwen2/2.5 and Qwen3 families.
+
+Layers are unrolled with separate weights: on CPU a decode step then runs 1.6 to 2 times
+faster than a scan over stacked ones. The head is apart (`head.py`), because training
+applies it in chunks and decoding at chosen positions only.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import cache as cache_lib
+from fastgrpo_jax.models import layers
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU, each with a residual."""
+
+    config: base.PolicyConfig
+
+    @nn.compact
+    def __call__(self, x, angles, mask, remember):
+        c = self.config
+        attention = layers.Attention(
+            c.heads, c.kv_heads, c.head_dim, c.qkv_bias, c.o_bias, c.qk_norm, c.norm_eps, name="attn"
+        )
+        x += attention(layers.RMSNorm(c.norm_eps, name="attn_norm")(x), angles, mask, remember)
+        return x + layers.SwiGLU(c.ffn, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x))
+
+
+class Policy(nn.Module):
+    """Decoder body: tokens to features (the last hidden state after the final norm).
+
+    With a cache, this forward's keys and values are written at `start` of each row, and
+    `mask` is over the cache's slots; without, `mask` is over the T tokens themselves.
+    """
+
+    config: base.PolicyConfig
+    remat: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T S"],
+        cache: base.KVCache | None = None,
+        start: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T E"], base.KVCache | None]:
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        table = self.param("embed", nn.initializers.normal(0.02), (c.vocab, c.hidden))
+        if not c.tied:
+            self.param("head", nn.initializers.normal(0.02), (c.vocab, c.hidden))
+        freq = layers.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
+        angles = layers.rope_angles(positions, freq, dtype)
+        x = embed(table, tokens, dtype)
+        block = nn.remat(Block, static_argnums=(4,)) if self.remat else Block
+        keys, values = [], []
+        for i in range(c.layers):
+
+            def remember(k, v, i=i):
+                if cache is not None:
+                    k = cache_lib.write(cache.k[i], k, start)
+                    v = cache_lib.write(cache.v[i], v, start)
+                    keys.append(k)
+                    values.append(v)
+                return k, v
+
+            x = block(c, name=f"layer_{i}")(x, angles, mask, remember)
+        x = layers.RMSNorm(c.norm_eps, name="norm")(x)
+        return x, None if cache is None else base.KVCache(tuple(keys), tuple(values))
+
+
+def embed(table: Float[Array, "V E"], tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b E"]:
+    """Look tokens up; ids out of range (a node that can never be accepted) give row 0 or V - 1."""
+    return jnp.take(table, tokens, axis=0, mode="clip").astype(dtype)
+
+
+def head_table(params: base.Params) -> Float[Array, "V E"]:
+    """Return the output head, [V, E]: the embedding itself where they are tied."""
+    return params["head"] if "head" in params else params["embed"]
+
+
+def logits(features: Float[Array, "*b E"], table: Float[Array, "V E"]) -> Float[Array, "*b V"]:
+    """Apply the head; bfloat16 logits are accumulated and returned in float32."""
+    wide = layers.at_least_float32(features.dtype)
+    return jnp.einsum(
+        "...e,ve->...v", features, table.astype(features.dtype), preferred_element_type=wide
+    )
+
+
+def init(key, config: base.PolicyConfig) -> base.Params:
+    """Draw random parameters (normal, deviation 0.02)."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    params = Policy(config).init(key, tokens, tokens, jnp.ones((1, 1, 1), bool))["params"]
+    return params
+
+
+def new_cache(config: base.PolicyConfig, rows: int, slots: int) -> base.KVCache:
+    """Make an empty cache for a policy."""
+    return cache_lib.init(
+        config.layers, rows, config.kv_heads, slots, config.head_dim, jnp.dtype(config.dtype)
+    )

@@ -1,0 +1,1 @@
+"""The rollout engine: drafting, verification, scheduling."""

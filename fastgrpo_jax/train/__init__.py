@@ -1,0 +1,1 @@
+"""GRPO training: data, rewards, losses, the fused step, the loop."""

@@ -1,0 +1,19 @@
+"""Shared by all tests: shapes are checked at run time, and the compilation cache is shared."""
+
+import os
+import tempfile
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+
+jaxtyping.install_import_hook("fastgrpo_jax", "beartype.beartype")
+jax.config.update("jax_enable_x64", True)  # the lossless law is exact in float64
+_cache = os.environ.get(
+    "FASTGRPO_TEST_CACHE", os.path.join(tempfile.gettempdir(), f"fastgrpo-test-cache-{os.getuid()}")
+)
+jax.config.update("jax_compilation_cache_dir", _cache)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
