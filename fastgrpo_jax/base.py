@@ -102,7 +102,12 @@ class DraftStrategy:
     def __str__(self) -> str:
         if not self.depth:
             return "off"
-        return f"{self.drafter}:d{self.depth}k{self.width}n{self.nodes}"
+        return f"{self.drafter}:{self.depth}:{self.width}:{self.nodes}"
+
+    @property
+    def span(self) -> int:
+        """Slots that a round may write from the root's own on, drafter scratch included."""
+        return max(self.nodes, self.depth + 1, self.width * (self.depth - 1))
 
 
 PLAIN = DraftStrategy()
@@ -177,14 +182,20 @@ class Sequences(NamedTuple):
     stopped: Bool[Array, " N"]  # ended by a stop token, not by the limit
 
 
-class BlockStats(NamedTuple):
-    """Counts of one decode block, over its live rows."""
+class BlockReport(NamedTuple):
+    """What the host reads after a decode block; counts are over its live rows.
+
+    accepted[i] counts drafts at depth i + 1 that were accepted and emitted; tried[i] those
+    that were judged, because their parent was accepted and the row went on.
+    """
 
     rounds: Int[Array, ""]
     row_rounds: Int[Array, ""]
     emitted: Int[Array, ""]
-    accepted: Int[Array, " D"]  # rows whose draft was accepted at depth i + 1 and emitted
-    tried: Int[Array, " D"]  # rows that reached depth i, so that a draft at i + 1 was judged
+    accepted: Int[Array, " D"]
+    tried: Int[Array, " D"]
+    length: Int[Array, " N"]
+    done: Bool[Array, " N"]
 
 
 class RolloutState(NamedTuple):
@@ -198,7 +209,6 @@ class RolloutState(NamedTuple):
     rows: Int[Array, " B"]
     cache: KVCache
     draft: Any
-    stats: BlockStats
 
 
 class RolloutBatch(NamedTuple):

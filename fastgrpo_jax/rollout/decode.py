@@ -1,0 +1,320 @@
+"""The compiled programs of a rollout: prefill, start, decode block, resize.
+
+This is one of the two files with jit. A decode block is a `while_loop` of speculative rounds
+for one (Bucket, DraftStrategy); depth 0 is plain decoding, by the same code. It returns to the
+host when enough rows finished for a smaller bucket, when a row needs more slots, or after R
+rounds. Weights are arguments, never captured: a rollout after an update uses the new ones.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import cache as cache_lib
+from fastgrpo_jax.models import policy
+from fastgrpo_jax.rollout import accept, draft_eagle, draft_ngram, draft_oracle, sampling, tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in every program of a rollout.
+
+    Attributes:
+      group: G, rows that answer one prompt.
+      shared_noise: draft with the target's own noise; otherwise the EAGLE-2 tree.
+      ngram_longest: longest suffix that the n-gram drafter matches.
+      depth_max: length of the acceptance counts; no strategy is deeper.
+      prefill_rows, prefill_chunk: the one canonical shape in which prompts are read.
+    """
+
+    policy: base.PolicyConfig
+    eagle: base.EagleConfig | None
+    group: int
+    shared_noise: bool = True
+    ngram_longest: int = 3
+    depth_max: int = 8
+    prefill_rows: int = 1
+    prefill_chunk: int = 32
+
+
+class Weights(NamedTuple):
+    """Traced weights of one rollout: the policy's, and a drafter's where there is one."""
+
+    policy: base.Params
+    eagle: base.Params = None
+    oracle: Any = None
+    tau: Any = None  # temperature of a draft's estimated acceptance
+
+
+def learned(weights: Weights) -> draft_eagle.Weights:
+    """Join the learned drafter's parameters with the target's embedding and head."""
+    table = policy.head_table(weights.policy)
+    return draft_eagle.Weights(weights.eagle, weights.policy["embed"], table)
+
+
+class _View(NamedTuple):
+    """What a round needs to know of each live row."""
+
+    live: Array
+    length: Array
+    root: Array
+    settings: base.Sampling
+    room: Array
+
+
+def _look(state: base.RolloutState, settings: base.Sampling) -> _View:
+    s = state.sequences
+    row = jnp.minimum(state.rows, s.length.shape[0] - 1)
+    live = (state.rows < s.length.shape[0]) & ~s.done[row]
+    length = jnp.where(live, s.length[row], 1)
+    root = jnp.take_along_axis(s.tokens[row], length[:, None] - 1, axis=1)[:, 0]
+    room = jnp.where(live, s.limit[row] - length, 0)
+    return _View(live, length, root, jax.tree.map(lambda x: x[row], settings), room)
+
+
+def _propose(spec, strategy, weights, state, view, noise) -> base.DraftTree:
+    if strategy.depth == 0:
+        return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32))
+    if strategy.drafter == "ngram":
+        tokens = draft_ngram.propose(
+            state.sequences, state.rows, spec.group, strategy.depth, spec.ngram_longest
+        )
+        return tree.chain(view.root, tokens)
+    if strategy.drafter == "oracle":
+        return draft_oracle.propose(
+            weights.oracle, view.root, state.rows, view.length, strategy, spec.policy.vocab
+        )
+    return draft_eagle.propose(
+        spec.eagle,
+        learned(weights),
+        state.draft,
+        view.root,
+        noise,
+        view.settings.temperature,
+        weights.tau,
+        strategy,
+        spec.shared_noise,
+    )
+
+
+def _append(state: base.RolloutState, view: _View, verdict: base.Verdict, stopped):
+    """Write emitted tokens and their log-probs; rows that are done write nothing."""
+    s = state.sequences
+    index = jnp.arange(verdict.tokens.shape[1])
+    at = jnp.where(index < verdict.count[:, None], view.length[:, None] + index, s.tokens.shape[1])
+    line = state.rows[:, None]
+    length = view.length + verdict.count
+    target = jnp.where(view.live, state.rows, s.length.shape[0])
+    return s._replace(
+        tokens=s.tokens.at[line, at].set(verdict.tokens, mode="drop"),
+        logps=s.logps.at[line, at].set(verdict.logps, mode="drop"),
+        masses=s.masses.at[line, at].set(verdict.masses, mode="drop"),
+        length=s.length.at[target].set(length, mode="drop"),
+        done=s.done.at[target].set(stopped | (verdict.count >= view.room), mode="drop"),
+        stopped=s.stopped.at[target].set(stopped, mode="drop"),
+    )
+
+
+def _verify(spec, weights, state, view, draft, depth):
+    """Run the target once over all nodes: features, the cache, and the depth of each node."""
+    seen = tree.ancestors(draft.parent, depth)
+    start = view.length - 1
+    slots = state.cache.k[0].shape[2]
+    nodes = draft.tokens.shape[1]
+    offset = jnp.arange(slots) - start[:, None]  # node index that a slot holds, if any
+    inside = (offset >= 0) & (offset < nodes)
+    in_tree = jnp.take_along_axis(seen, jnp.clip(offset, 0, nodes - 1)[:, None], axis=2)
+    mask = (offset < 0)[:, None] | (inside[:, None] & in_tree)
+    features, cache = policy.Policy(spec.policy).apply(
+        {"params": weights.policy},
+        draft.tokens,
+        start[:, None] + tree.depths(seen),
+        mask,
+        state.cache,
+        start,
+    )
+    return features, cache
+
+
+def _round(spec, strategy, weights, settings, stop_tokens, state):
+    """Draft, verify, accept, commit. Returns the new state and what was accepted and tried."""
+    view = _look(state, settings)
+    depth = strategy.depth
+    ahead = view.length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
+    ids = jnp.arange(spec.policy.vocab, dtype=jnp.int32)
+    keys = jnp.broadcast_to(view.settings.key[:, None], (*ahead.shape, 2))
+    noise = jax.lax.optimization_barrier(sampling.gumbel(keys, ahead, ids))
+
+    draft = _propose(spec, strategy, weights, state, view, noise)
+    features, cache = _verify(spec, weights, state, view, draft, depth)
+    logits = policy.logits(features, policy.head_table(weights.policy))
+
+    def draw(node, d):
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        v = view.settings
+        return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
+
+    verdict = accept.walk(draft, draw, depth)
+    verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
+    if not (strategy.chain or depth == 0):
+        cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
+    sequences = _append(state, view, verdict, stopped)
+    memory = state.draft
+    if memory is not None:
+        path = jnp.take_along_axis(features, verdict.nodes[..., None], axis=1)
+        memory = draft_eagle.store(memory, path, view.length - 1)
+        if strategy.drafter == "learned":
+            ready = jnp.where(view.live, view.length - 1 + verdict.count, 0)
+            memory = draft_eagle.feed(spec.eagle, learned(weights), memory, verdict.tokens, ready)
+    index = jnp.arange(spec.depth_max)
+    taken = verdict.count[:, None] > index + 1
+    over = stopped | (verdict.count >= view.room)
+    judged = taken | ((verdict.count[:, None] == index + 1) & ~over[:, None])
+    judged &= index < depth
+    counts = (view.live.sum(), verdict.count.sum(), taken.sum(0), judged.sum(0))
+    new = state._replace(sequences=sequences, cache=cache, draft=memory)
+    return new, jax.tree.map(lambda x: x.astype(jnp.int32), counts)
+
+
+def _block(spec, strategy, weights, settings, stop_tokens, state, shrink_to, rounds):
+    """Run rounds until fewer than `shrink_to + 1` rows live, slots run out, or `rounds` passed."""
+    slots = state.cache.k[0].shape[2]
+    zero = jnp.int32(0)
+    counts = (
+        zero,
+        zero,
+        jnp.zeros(spec.depth_max, jnp.int32),
+        jnp.zeros(spec.depth_max, jnp.int32),
+    )
+
+    def go_on(carry):
+        n, _, state = carry
+        view = _look(state, settings)
+        fits = jnp.max(jnp.where(view.live, view.length, 0)) - 1 + strategy.span <= slots
+        return (n < rounds) & (view.live.sum() > shrink_to) & fits
+
+    def one(carry):
+        n, counts, state = carry
+        state, new = _round(spec, strategy, weights, settings, stop_tokens, state)
+        return n + 1, jax.tree.map(jnp.add, counts, new), state
+
+    n, counts, state = jax.lax.while_loop(go_on, one, (zero, counts, state))
+    s = state.sequences
+    return state, base.BlockReport(n, *counts, s.length, s.done)
+
+
+decode_block = jax.jit(_block, static_argnums=(0, 1), donate_argnums=5)
+
+
+class Prompts(NamedTuple):
+    """The memory of prompts that were read: each all but its last token, true to `length` - 1."""
+
+    cache: base.KVCache
+    draft: Any
+
+
+def _prefill(spec, slots, weights, tokens, length):
+    """Read R prompts chunk by chunk; the last token is left for the first decode round."""
+    rows, chunk = tokens.shape[0], spec.prefill_chunk
+    cache = policy.new_cache(spec.policy, rows, slots)
+    memory = draft_eagle.init(spec.eagle, rows, slots) if spec.eagle else None
+    place = jnp.arange(chunk, dtype=jnp.int32)
+
+    def go_on(carry):
+        return carry[0] < jnp.max(length) - 1
+
+    def one(carry):
+        at, cache, memory = carry
+        positions = jnp.broadcast_to(at + place, (rows, chunk))
+        start = jnp.full(rows, at)
+        features, cache = policy.Policy(spec.policy).apply(
+            {"params": weights.policy},
+            jax.lax.dynamic_slice_in_dim(tokens, at, chunk, axis=1),
+            positions,
+            jnp.arange(slots) <= positions[..., None],
+            cache,
+            start,
+        )
+        if memory is not None:
+            memory = draft_eagle.store(memory, features, start)
+            ahead = jax.lax.dynamic_slice_in_dim(tokens, at + 1, chunk, axis=1)
+            memory = draft_eagle.feed(spec.eagle, learned(weights), memory, ahead, length - 1)
+        return at + chunk, cache, memory
+
+    _, cache, memory = jax.lax.while_loop(go_on, one, (jnp.int32(0), cache, memory))
+    return Prompts(cache, memory)
+
+
+prefill = jax.jit(_prefill, static_argnums=(0, 1))
+
+
+def _resize(state: base.RolloutState, keep: Int[Array, " C"], slots: int) -> base.RolloutState:
+    """Take the slots `keep` of a state (out of range: an empty one) and give each `slots`."""
+    total = state.sequences.length.shape[0]
+    taken = jnp.take(state.rows, keep, mode="fill", fill_value=total)
+    return state._replace(
+        rows=taken,
+        cache=cache_lib.resize(state.cache, keep, slots),
+        draft=_resize_memory(state.draft, keep, slots),
+    )
+
+
+def _resize_memory(memory, keep, slots):
+    if memory is None:
+        return None
+
+    def take(x):
+        return jnp.take(x, keep, axis=0, mode="fill", fill_value=0)
+
+    features = take(memory.features)[:, :slots]
+    grow = slots - features.shape[1]
+    return draft_eagle.EagleState(
+        cache=cache_lib.resize(memory.cache, keep, slots),
+        features=jnp.pad(features, ((0, 0), (0, grow), (0, 0))),
+        fed=take(memory.fed),
+        feature=take(memory.feature),
+        hidden=take(memory.hidden),
+    )
+
+
+resize = jax.jit(_resize, static_argnums=2)
+
+
+def _start(prompts: tuple[Prompts, ...], sequences, rows, source, slots) -> base.RolloutState:
+    """Give every row its prompt's memory: row b starts from prompt source[b]."""
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *prompts)
+    return base.RolloutState(
+        sequences=sequences,
+        rows=rows,
+        cache=cache_lib.resize(joined.cache, source, slots),
+        draft=_resize_memory(joined.draft, source, slots),
+    )
+
+
+start = jax.jit(_start, static_argnums=4)
+
+
+def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
+    """Feed the learned drafter the features stored while it was off, chunk by chunk."""
+    s = state.sequences
+    row = jnp.minimum(state.rows, s.length.shape[0] - 1)
+    live = (state.rows < s.length.shape[0]) & ~s.done[row]
+    ready = jnp.where(live, s.length[row] - 1, 0)
+    chunk = spec.prefill_chunk
+
+    def go_on(memory):
+        return jnp.any(memory.fed < ready)
+
+    def one(memory):
+        at = memory.fed[:, None] + 1 + jnp.arange(chunk, dtype=jnp.int32)
+        tokens = jnp.take_along_axis(s.tokens[row], jnp.minimum(at, s.tokens.shape[1] - 1), axis=1)
+        return draft_eagle.feed(spec.eagle, learned(weights), memory, tokens, ready)
+
+    return state._replace(draft=jax.lax.while_loop(go_on, one, state.draft))
+
+
+activate = jax.jit(_activate, static_argnums=0, donate_argnums=2)
