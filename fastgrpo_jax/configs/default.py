@@ -7,6 +7,7 @@ def get_config() -> config_dict.ConfigDict:
     c = config_dict.ConfigDict()
     c.seed = 0  # everything random derives from it: weights, data order, sampling noise
     c.steps = 100  # training steps, one rollout each
+    c.compilation_cache = "~/.cache/fastgrpo_jax"  # folder of compiled programs; empty: none
 
     c.model = config_dict.ConfigDict()
     c.model.name = "tiny"  # tiny | smollm2-135m | directory | .gguf file | hub id

@@ -1,6 +1,6 @@
 """A random two-layer model on `addition`: seconds on any machine; learns nothing useful.
 
-    python -m fastgrpo_jax.main --config=tiny --workdir=runs/tiny
+python -m fastgrpo_jax.main --config=tiny --workdir=runs/tiny
 """
 
 from fastgrpo_jax.configs import default

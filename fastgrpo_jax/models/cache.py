@@ -33,9 +33,7 @@ def write(
     return jax.vmap(one)(slots, new, start)
 
 
-def move(
-    cache: base.KVCache, start: Int[Array, " B"], nodes: Int[Array, "B D1"]
-) -> base.KVCache:
+def move(cache: base.KVCache, start: Int[Array, " B"], nodes: Int[Array, "B D1"]) -> base.KVCache:
     """Move slot start + nodes[i] to slot start + i, for every i: the accepted path of a tree."""
 
     def one(row, at, path):

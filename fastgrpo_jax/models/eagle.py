@@ -96,6 +96,4 @@ def init(key, config: base.EagleConfig) -> base.Params:
 
 def new_cache(config: base.EagleConfig, rows: int, slots: int) -> base.KVCache:
     """Make an empty cache for a drafter."""
-    return cache_lib.init(
-        1, rows, config.kv_heads, slots, config.head_dim, jnp.dtype(config.dtype)
-    )
+    return cache_lib.init(1, rows, config.kv_heads, slots, config.head_dim, jnp.dtype(config.dtype))

@@ -23,7 +23,14 @@ class Block(nn.Module):
     def __call__(self, x, angles, mask, remember):
         c = self.config
         attention = layers.Attention(
-            c.heads, c.kv_heads, c.head_dim, c.qkv_bias, c.o_bias, c.qk_norm, c.norm_eps, name="attn"
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            c.qkv_bias,
+            c.o_bias,
+            c.qk_norm,
+            c.norm_eps,
+            name="attn",
         )
         x += attention(layers.RMSNorm(c.norm_eps, name="attn_norm")(x), angles, mask, remember)
         return x + layers.SwiGLU(c.ffn, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x))

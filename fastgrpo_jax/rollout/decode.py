@@ -318,3 +318,28 @@ def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
 
 
 activate = jax.jit(_activate, static_argnums=0, donate_argnums=2)
+
+
+def _forward(config, params, tokens, cache):
+    """Run one bare forward with its head: the unit of all costs."""
+    rows, slots = tokens.shape[0], cache.k[0].shape[2]
+    place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    features, cache = policy.Policy(config).apply(
+        {"params": params},
+        tokens,
+        place,
+        jnp.arange(slots) <= place[..., None],
+        cache,
+        jnp.zeros(rows, jnp.int32),
+    )
+    return policy.logits(features, policy.head_table(params)).max(axis=-1), cache
+
+
+forward = jax.jit(_forward, static_argnums=0, donate_argnums=3)
+
+
+def _cast_tree(tree, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+cast = jax.jit(_cast_tree, static_argnums=1)

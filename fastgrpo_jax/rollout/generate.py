@@ -6,6 +6,7 @@ prefill shape, limits) is fixed before the loop; the loop only decides speed.
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -86,29 +87,26 @@ class Rollout(NamedTuple):
     decode_seconds: float
 
 
-SPAN_MAX = 64  # slots kept for a round's draft; the ladder is long enough for it
-
-
 def make_engine(
     spec: decode.Spec,
     *,
-    prompts: int,
+    rows: tuple[int, ...],
     limits: Limits,
     stop_tokens: tuple[int, ...],
-    row_buckets: str = "",
     slot_step: int = 128,
     rounds: int = 16,
-    span: int = SPAN_MAX,
+    span: int = 1,
 ) -> Engine:
-    """Lay out the ladders for rollouts of P prompts under the given limits.
+    """Lay out an engine for rollouts of rows[-1] rows (P * G) under the given limits.
 
-    `span` is the largest `DraftStrategy.span` that will be asked for.
+    `rows` is a ladder, see `buckets.row_ladder`. `span` is the largest `DraftStrategy.span` that
+    will be asked for.
     """
     chunk = spec.prefill_chunk
     return Engine(
         spec=spec,
-        rows=buckets.row_ladder(prompts * spec.group, row_buckets),
-        slots=buckets.slot_ladder(limits.total + span, slot_step),
+        rows=rows,
+        slots=buckets.slot_ladder(limits.total - 1 + span, slot_step),
         prompt_slots=-(-max(limits.prompt, 1) // chunk) * chunk,
         max_length=limits.total,
         rounds=rounds,
@@ -201,13 +199,13 @@ def _prefill(engine: Engine, weights: decode.Weights, prompts) -> tuple[decode.P
     return tuple(read)
 
 
-def _begin(engine, weights, request, limits) -> base.RolloutState:
-    """Prefill and replicate each prompt's memory over its group, in the first bucket."""
+def _begin(engine, weights, request, limits, span) -> base.RolloutState:
+    """Prefill and replicate each prompt's memory over its group, with slots for one round."""
     sequences = _sequences(engine, request, limits)
     read = _prefill(engine, weights, request.prompts)
     rows = engine.rows[-1]
     longest = max(map(len, request.prompts))
-    slots = buckets.at_least(engine.slots, max(engine.prompt_slots, longest + SPAN_MAX // 4))
+    slots = buckets.at_least(engine.slots, longest - 1 + span)
     return pool_lib.call(
         engine.pool,
         ("start", slots),
@@ -245,8 +243,7 @@ def _fit(engine, state, bucket, rows_of, live, need) -> tuple:
         state,
         jnp.asarray(keep, jnp.int32),
     )
-    total = len(rows_of) and engine.rows[-1]
-    padded = np.append(rows_of, total)
+    padded = np.append(rows_of, engine.rows[-1])
     return state, new, padded[np.minimum(keep, bucket.rows)]
 
 
@@ -257,16 +254,19 @@ def rollout(
     settings: Settings,
     limits: Limits,
     controller: strategy.Controller,
+    look: Callable[[int], None] = lambda live: None,
 ) -> Rollout:
     """Answer P prompts G times each.
 
-    The tokens depend on the weights, the request, the settings and the limits alone.
+    The tokens depend on the weights, the request, the settings and the limits alone. `look` is
+    told the number of live rows before each block, and may raise to stop the rollout.
 
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
     clock = time.perf_counter()
-    state = jax.block_until_ready(_begin(engine, weights, request, limits))
+    first = controller.choose(engine.rows[-1], 0)
+    state = jax.block_until_ready(_begin(engine, weights, request, limits, first.span))
     prefilled = time.perf_counter()
     sample = _settings(request, engine.spec.group, settings)
     stop = jnp.asarray(engine.stop_tokens, jnp.int32)
@@ -275,6 +275,7 @@ def rollout(
     length = np.asarray([len(p) for p in request.prompts for _ in range(engine.spec.group)])
     live, ready, blocks = rows_of, True, []
     while len(live):
+        look(len(live))
         size = bucket.rows if engine.keep_finished else buckets.at_least(engine.rows, len(live))
         choice = controller.choose(size, len(blocks))
         need = int(length[live].max()) - 1 + choice.span

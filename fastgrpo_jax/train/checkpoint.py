@@ -1,0 +1,66 @@
+"""Checkpoints by orbax: the whole train state, and the little else that a resumed run needs.
+
+A step directory N holds the state after N steps. Orbax writes into a temporary directory and
+renames it, so a kill during a save leaves the previous checkpoint.
+"""
+
+import os
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from fastgrpo_jax import base
+
+FOLDER = "checkpoints"
+
+
+def open_manager(workdir: str | os.PathLike, keep: int) -> ocp.CheckpointManager:
+    """Open a workdir's checkpoints, of which the newest `keep` are kept.
+
+    Raises:
+      UserError: if `keep` is below 1.
+    """
+    if keep < 1:
+        raise base.UserError(f"checkpoint.keep is {keep}; allowed: 1 or more")
+    folder = pathlib.Path(workdir).resolve() / FOLDER
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def save(manager: ocp.CheckpointManager, state: base.TrainState, extra: dict[str, Any]) -> None:
+    """Save the state after its step, with JSON values `extra`; waits for nothing but the copy."""
+    step = int(state.step)
+    if step in manager.all_steps():
+        return
+    manager.save(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)),
+    )
+
+
+def restore(
+    manager: ocp.CheckpointManager, like: base.TrainState
+) -> tuple[base.TrainState, dict[str, Any]]:
+    """Restore the newest checkpoint into the shapes of `like`.
+
+    Raises:
+      UserError: if it does not fit, such as a checkpoint of another model.
+    """
+    step = manager.latest_step()
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    try:
+        found = manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(shapes), extra=ocp.args.JsonRestore()
+            ),
+        )
+    except (ValueError, KeyError, FileNotFoundError, TypeError) as error:
+        raise base.UserError(
+            f"checkpoint {step} in {manager.directory} cannot be restored into this model "
+            f"({str(error).splitlines()[0][:200]}); use another workdir, or delete that step"
+        ) from error
+    state = found["state"]
+    return base.TrainState(*state), found["extra"]

@@ -1,0 +1,333 @@
+"""The training loop: prompts, rollout, rewards, step, files.
+
+All steps run the same executables. Whatever decides the next step (weights, optimisers, the
+place in the data) is in the checkpoint; noise and data order are addressed by seed and place,
+so a resumed run goes on as if it had not stopped.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import calibrate, generate, strategy
+from fastgrpo_jax.rollout import pool as pool_lib
+from fastgrpo_jax.train import checkpoint, data, grpo, metrics, report, rewards
+from fastgrpo_jax.train import setup as setup_lib
+from fastgrpo_jax.train import step as step_lib
+
+# Keys that a resumed run may change; the others shape what has been learned.
+HARMLESS = ("steps", "log.", "checkpoint.", "compilation_cache")
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM arrived; steps that were finished are saved."""
+
+
+class Signals:
+    """Notes Ctrl-C and SIGTERM while it is entered; a second one acts at once, as usual."""
+
+    def __init__(self):
+        self.caught = None
+        self.before = {}
+
+    def __enter__(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *_):
+        self._release()
+
+    def _release(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _catch(self, number, frame):
+        self.caught = signal.Signals(number)
+        self._release()
+
+    def check(self) -> None:
+        """Raise Interrupted if a signal came."""
+        if self.caught is not None:
+            raise Interrupted(self.caught.name)
+
+
+class Run(NamedTuple):
+    """The fixed parts of a running training."""
+
+    config: Any
+    setup: setup_lib.Setup
+    engine: generate.Engine
+    controller: strategy.Controller
+    train_step: Any
+    manager: Any
+    writer: metrics.Writer
+    progress: metrics.Progress
+    signals: Signals
+
+
+class Memory(NamedTuple):
+    """What a checkpoint keeps beside the train state."""
+
+    cursor: int  # place in the data stream
+    num_tokens: int  # of all sequences so far, prompts included
+    c_peak: int  # as measured at the first start; 0: not yet
+
+
+def train(c, workdir: str | os.PathLike) -> None:
+    """Train, or go on training, in a workdir.
+
+    Raises:
+      UserError: for anything that the user can mend.
+      Interrupted: after a signal, once the last finished step is saved.
+    """
+    workdir = pathlib.Path(workdir)
+    _check_same_run(c, workdir)
+    say(f"loading {c.model.name}")
+    setup = setup_lib.prepare(c)
+    state = setup_lib.first_state(c, setup)
+    _write_config(c, workdir)
+    manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
+    memory = Memory(0, 0, c.rollout.c_peak)
+    if manager.latest_step() is not None:
+        state, extra = checkpoint.restore(manager, state)
+        memory = Memory(**extra)
+        say(f"resuming after step {int(state.step)}")
+    if int(state.step) >= c.steps:
+        say(f"all {int(state.step)} steps are done; raise --config.steps to go on")
+        return
+    if memory.c_peak == 0 and c.rollout.controller == "fastgrpo":
+        say("measuring C_peak, the machine's knee in tokens per forward")
+        peak = calibrate.c_peak(setup.model.config, setup_lib.weights(c, setup, state))
+        memory = memory._replace(c_peak=peak)
+    controller = setup_lib.controller(c, setup, memory.c_peak)
+    engine = setup_lib.engine(c, setup, controller)
+    _announce(c, setup, engine, controller, memory)
+    progress = metrics.Progress(c.steps, int(state.step))
+    engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
+    writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
+    try:
+        with Signals() as signals:
+            step = step_lib.make_train_step(setup.step)
+            run = Run(c, setup, engine, controller, step, manager, writer, progress, signals)
+            _steps(run, state, memory)
+    finally:
+        progress.close()
+        metrics.close(writer)
+        manager.wait_until_finished()
+        manager.close()
+    rows = metrics.read(workdir)
+    say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
+
+
+def say(text: str) -> None:
+    """Tell the user on stderr, where the progress is too."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
+    """Run the steps that are left. On a signal, saves the last finished step and raises."""
+    c = run.config
+
+    def save() -> float:
+        began = time.perf_counter()
+        checkpoint.save(run.manager, state, memory._asdict())
+        return time.perf_counter() - began
+
+    for number in range(int(state.step), c.steps):
+        began = time.perf_counter()
+        try:
+            played = _play(run, state, memory)
+            run.progress.phase("training")
+            run.signals.check()
+        except Interrupted:
+            save()
+            raise
+        row, learning = played.metrics, time.perf_counter()
+        state, learned = run.train_step(state, played.batch)
+        row |= {name: float(value) for name, value in jax.device_get(learned).items()}
+        row["timing_s/train"] = time.perf_counter() - learning
+        row.setdefault("drafter/steps", 0.0)
+        memory = played.memory
+        row["timing_s/checkpoint"] = 0.0
+        if number + 1 == c.steps or (number + 1) % c.checkpoint.every == 0:
+            run.progress.phase("saving")
+            row["timing_s/checkpoint"] = save()
+        row["step_time"] = time.perf_counter() - began
+        row |= pool_lib.describe(run.engine.pool)
+        metrics.write(run.writer, number, row, played.completions)
+        run.progress.step(number, row)
+
+
+class Played(NamedTuple):
+    """A rollout with its rewards, ready to train on."""
+
+    batch: step_lib.StepBatch
+    metrics: dict[str, float]
+    completions: list[dict[str, Any]]
+    memory: Memory
+
+
+def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
+    """Answer the next prompts and score the answers."""
+    c, setup = run.config, run.setup
+    began = time.perf_counter()
+    prompts, cursor, changed = data.take(
+        setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
+    )
+
+    def look(live: int) -> None:
+        run.signals.check()
+        run.progress.phase(f"rollout, {live} rows left")
+
+    rollout = generate.rollout(
+        run.engine,
+        setup_lib.weights(c, setup, state),
+        generate.Request(
+            tuple(p.ids for p in prompts), tuple(p.place for p in prompts), c.seed, int(state.step)
+        ),
+        setup.sampling,
+        setup.limits,
+        run.controller,
+        look,
+    )
+    rolled = time.perf_counter()
+    run.progress.phase("rewards")
+    batch = rollout.batch
+    scores, texts = _score(c, setup, prompts, batch)
+    num_tokens = memory.num_tokens + int(batch.length.sum())
+    row = metrics.summarise(
+        scores.total,
+        scores.parts,
+        c.task.group,
+        batch.length - batch.prompt_length,
+        batch.stopped,
+        num_tokens,
+    )
+    row |= generate.statistics(rollout)
+    row |= {
+        "reward/failures": float(scores.failures),
+        "data/overlong": float(changed),
+        "timing_s/rollout": rolled - began,
+        "timing_s/reward": time.perf_counter() - rolled,
+    }
+    groups = scores.total.reshape(-1, c.task.group)
+    advantages = grpo.advantages(groups, c.loss.advantage_scale).reshape(-1)
+    return Played(
+        _step_batch(c, batch, advantages),
+        row,
+        _completions(c, prompts, texts, scores, advantages, batch),
+        memory._replace(cursor=cursor, num_tokens=num_tokens),
+    )
+
+
+def _score(c, setup, prompts, batch: base.RolloutBatch) -> tuple[rewards.Scores, list[str]]:
+    ids = [
+        row[start:end].tolist()
+        for row, start, end in zip(batch.tokens, batch.prompt_length, batch.length)
+    ]
+    texts = [setup.model.tokenizer.decode(x, skip_special_tokens=True) for x in ids]
+    group = c.task.group
+    scores = rewards.score(
+        setup.rewards,
+        [p.prompt for p in prompts for _ in range(group)],
+        texts,
+        ids,
+        data.repeated_columns(prompts, group),
+        c.reward.on_error,
+    )
+    return scores, texts
+
+
+def _step_batch(c, batch: base.RolloutBatch, advantages) -> step_lib.StepBatch:
+    return step_lib.StepBatch(
+        tokens=jnp.asarray(batch.tokens),
+        prompt_length=jnp.asarray(batch.prompt_length),
+        length=jnp.asarray(batch.length),
+        logps=jnp.asarray(batch.logps),
+        advantages=jnp.asarray(advantages),
+        temperature=jnp.full(len(advantages), c.sampling.temperature, jnp.float32),
+    )
+
+
+def _completions(c, prompts, texts, scores, advantages, batch) -> list[dict[str, Any]]:
+    group = c.task.group
+    return [
+        {
+            "place": prompts[i // group].place,
+            "sample": i % group,
+            "prompt": prompts[i // group].text,
+            "completion": texts[i],
+            "reward": float(scores.total[i]),
+            "advantage": float(advantages[i]),
+            "tokens": int(batch.length[i] - batch.prompt_length[i]),
+            "stopped": bool(batch.stopped[i]),
+        }
+        for i in range(min(c.log.completions_per_step, len(texts)))
+    ]
+
+
+def _announce(c, setup, engine, controller, memory: Memory) -> None:
+    """Say what will run, and list what will be compiled."""
+    keys = generate.programs(engine, controller)
+    engine.pool.expected = frozenset(keys)
+    plan = ", ".join(f"{rows}: {controller.possible(rows)[0]}" for rows in engine.rows)
+    knee = f", C_peak {memory.c_peak}" if controller.name == "fastgrpo" else ""
+    say(
+        f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
+        f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
+        f"{setup.limits.response} tokens each; {c.steps} steps\n"
+        f"controller {controller.name}{knee}; draft strategy by live rows: {plan}\n"
+        f"programs that may be compiled: {len(keys)} for {len(engine.rows)} row counts and slots "
+        f"{', '.join(map(str, engine.slots))}, and the train step"
+    )
+
+
+def _write_config(c, workdir: pathlib.Path) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    part = workdir / "config.json.part"
+    part.write_text(json.dumps(c.to_dict(), indent=1) + "\n")
+    os.replace(part, workdir / "config.json")
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    out = {}
+    for name, value in tree.items():
+        path = prefix + name
+        out |= _flat(value, path + ".") if isinstance(value, dict) else {path: value}
+    return out
+
+
+def _check_same_run(c, workdir: pathlib.Path) -> None:
+    """Refuse to go on in a workdir whose run had another config, harmless keys apart.
+
+    Raises:
+      UserError: showing each difference.
+    """
+    path = workdir / "config.json"
+    if not path.exists() or not (workdir / checkpoint.FOLDER).exists():
+        return
+    try:
+        before = _flat(json.loads(path.read_text()))
+    except ValueError as error:
+        raise base.UserError(f"{path} is not JSON ({error}); restore it or remove it") from error
+    now = _flat(c.to_dict())
+    changed = [
+        f"  {name}: {before.get(name, '(absent)')!r} -> {now.get(name, '(absent)')!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
+    ]
+    if changed:
+        raise base.UserError(
+            f"{workdir} holds a run with another config:\n" + "\n".join(changed) + "\n"
+            "use another --workdir, or the config it began with (these may change: "
+            "steps, log.*, checkpoint.*)"
+        )

@@ -1,0 +1,293 @@
+"""From a config to the typed parts of a run. The config object ends here and in the loop.
+
+Everything that can be refused is refused here, before any work: numbers first, then data and
+rewards, then the model.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle, load
+from fastgrpo_jax.rollout import buckets, decode, generate, strategy
+from fastgrpo_jax.train import data, distill, grpo, optim, rewards
+from fastgrpo_jax.train import step as step_lib
+
+
+class Setup(NamedTuple):
+    """All parts of a run, made from its config."""
+
+    model: load.LoadedModel
+    eagle: base.EagleConfig | None
+    task: data.Task
+    rendering: data.Rendering
+    rewards: tuple[rewards.Reward, ...]
+    limits: generate.Limits
+    sampling: generate.Settings
+    step: step_lib.StepConfig
+
+
+class Losses(NamedTuple):
+    """What the train step needs of the config alone."""
+
+    loss: grpo.LossConfig
+    optim: optim.OptimConfig
+    drafter_optim: optim.OptimConfig
+    distill: distill.DistillConfig
+
+
+def prepare(c) -> Setup:
+    """Check a config and make all parts of its run; reads the data and the model.
+
+    Raises:
+      UserError: naming the field, its value and what is allowed.
+    """
+    check_numbers(c)
+    losses = _losses(c)
+    if c.rollout.controller == "fixed":
+        _fixed_strategy(c)
+    task = data.open_task(
+        c.task.name,
+        seed=c.seed,
+        shuffle=c.task.shuffle,
+        max_operand=c.task.max_operand,
+        max_terms=c.task.max_terms,
+    )
+    functions = rewards.load_rewards(c.reward.functions, c.reward.weights)
+    model = load.load(c.model.name, c.model.dtype, c.seed)
+    head = None if c.drafter.kind == "none" else eagle.config_for(model.config, c.drafter.kind)
+    rendering = data.Rendering(
+        model.tokenizer,
+        c.task.system,
+        c.task.chat,
+        c.task.max_prompt_length,
+        c.task.overlong_prompt,
+    )
+    _stop_tokens(c.sampling.stop_tokens, model)
+    buckets.row_ladder(c.task.prompts_per_step * c.task.group, c.rollout.row_buckets)
+    first = data.take(task, 0, 1, rendering)[0][0]
+    rewards.check_columns(functions, first.columns)
+    limits = _limits(c, model.config)
+    return Setup(
+        model=model,
+        eagle=head,
+        task=task,
+        rendering=rendering,
+        rewards=functions,
+        limits=limits,
+        sampling=generate.Settings(c.sampling.temperature, c.sampling.top_k, c.sampling.top_p),
+        step=step_lib.StepConfig(
+            policy=model.config,
+            eagle=head if c.drafter.train else None,
+            max_response=c.sampling.max_response_length,
+            head_chunk=c.loss.head_chunk,
+            micro_batches=c.optim.micro_batches,
+            remat=c.optim.remat,
+            **losses._asdict(),
+        ),
+    )
+
+
+def first_state(c, setup: Setup) -> base.TrainState:
+    """Make the state before the first step: the loaded policy, a drafter drawn from the seed."""
+    drafter = None
+    if setup.eagle is not None:
+        drafter = eagle.init(jax.random.key(c.seed + 1), setup.eagle)
+    return step_lib.init_state(setup.step, setup.model.params, drafter)
+
+
+def controller(c, setup: Setup, c_peak: int) -> strategy.Controller:
+    """Make the controller that the config names; `c_peak` is for `fastgrpo`."""
+    r = c.rollout
+    if r.controller == "off":
+        return strategy.constant("off", base.PLAIN)
+    if r.controller == "fixed":
+        return strategy.constant("fixed", _fixed_strategy(c))
+    return strategy.fastgrpo(
+        c_peak,
+        n_max=r.n_max,
+        depth_max=r.depth_max,
+        width_max=r.width_max,
+        alpha=r.alpha,
+        drafter="ngram" if setup.eagle is None else "learned",
+    )
+
+
+def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
+    """Lay out the rollout engine for what a controller may choose."""
+    r = c.rollout
+    rows = buckets.row_ladder(c.task.prompts_per_step * c.task.group, r.row_buckets)
+    choices = [choice for size in rows for choice in controller.possible(size)]
+    spec = decode.Spec(
+        policy=setup.model.config,
+        eagle=setup.eagle,
+        group=c.task.group,
+        shared_noise=r.draft_noise == "shared",
+        ngram_longest=r.ngram_max,
+        depth_max=max(1, *(choice.depth for choice in choices)),
+        prefill_chunk=r.prefill_chunk,
+    )
+    return generate.make_engine(
+        spec,
+        rows=rows,
+        limits=setup.limits,
+        stop_tokens=_stop_tokens(c.sampling.stop_tokens, setup.model),
+        slot_step=r.slot_step,
+        rounds=r.block_rounds,
+        span=max(choice.span for choice in choices),
+    )
+
+
+def weights(c, setup: Setup, state: base.TrainState) -> decode.Weights:
+    """Give a rollout its weights; a narrower compute dtype is cast to once per rollout."""
+    dtype = jnp.dtype(setup.model.config.dtype)
+    policy, drafter = state.params, state.drafter
+    if policy["embed"].dtype != dtype:
+        policy, drafter = decode.cast((policy, drafter), dtype)
+    return decode.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
+
+
+_POSITIVE = (
+    "steps",
+    "task.prompts_per_step",
+    "task.max_prompt_length",
+    "sampling.max_response_length",
+    "rollout.n_max",
+    "rollout.depth_max",
+    "rollout.width_max",
+    "rollout.slot_step",
+    "rollout.block_rounds",
+    "rollout.prefill_chunk",
+    "rollout.ngram_max",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+_NOT_NEGATIVE = (
+    "seed",
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.max_length",
+    "rollout.c_peak",
+    "log.completions_per_step",
+)
+_CHOICES = {
+    "rollout.controller": ("off", "fixed", "fastgrpo"),
+    "rollout.draft_noise": ("shared", "off"),
+    "drafter.kind": (*eagle.KINDS, "none"),
+    "task.overlong_prompt": data.OVERLONG,
+    "reward.on_error": rewards.ON_ERROR,
+}
+
+
+def _value(c, field: str) -> Any:
+    for part in field.split("."):
+        c = c[part]
+    return c
+
+
+def check_numbers(c) -> None:
+    """Check every number and choice that no constructor checks.
+
+    Raises:
+      UserError: naming the field, its value and what is allowed.
+    """
+
+    def refuse(field, allowed):
+        raise base.UserError(f"{field} is {_value(c, field)!r}; allowed: {allowed}")
+
+    for field in _POSITIVE:
+        if _value(c, field) < 1:
+            refuse(field, "1 or more")
+    for field in _NOT_NEGATIVE:
+        if not 0 <= _value(c, field) < float("inf"):
+            refuse(field, "0 or more")
+    for field, allowed in _CHOICES.items():
+        if _value(c, field) not in allowed:
+            refuse(field, ", ".join(allowed))
+    if not 0 < c.sampling.top_p <= 1:
+        refuse("sampling.top_p", "above 0, at most 1")
+    if c.task.group < 2:
+        refuse("task.group", "2 or more, since an advantage compares the completions of a group")
+    for field in ("rollout.draft_tau", "rollout.alpha"):
+        if not 0 < _value(c, field) < float("inf"):
+            refuse(field, "above 0")
+    rows = c.task.prompts_per_step * c.task.group
+    if c.optim.micro_batches < 1 or rows % c.optim.micro_batches:
+        refuse(
+            "optim.micro_batches",
+            f"divisors of {rows}, the rows of a step (task.prompts_per_step * task.group)",
+        )
+
+
+def _losses(c) -> Losses:
+    loss, o, d = c.loss, c.optim, c.drafter
+    return Losses(
+        loss=grpo.LossConfig(
+            loss.name, loss.clip_low, loss.clip_high, loss.kl_beta, loss.advantage_scale
+        ),
+        optim=optim.OptimConfig(
+            learning_rate=o.learning_rate,
+            warmup_steps=o.warmup_steps,
+            weight_decay=o.weight_decay,
+            b1=o.b1,
+            b2=o.b2,
+            eps=o.eps,
+            max_grad_norm=o.max_grad_norm,
+        ),
+        drafter_optim=optim.OptimConfig(
+            learning_rate=d.learning_rate, b1=o.b1, b2=o.b2, max_grad_norm=d.max_grad_norm
+        ),
+        distill=distill.DistillConfig(d.feature_weight, d.token_weight),
+    )
+
+
+def _limits(c, policy: base.PolicyConfig) -> generate.Limits:
+    prompt, response = c.task.max_prompt_length, c.sampling.max_response_length
+    total = c.sampling.max_length or prompt + response
+    if not 2 <= total <= policy.max_positions:
+        raise base.UserError(
+            f"the longest sequence is {total} tokens (sampling.max_length, or "
+            "task.max_prompt_length + sampling.max_response_length); allowed: 2 to "
+            f"{policy.max_positions}, the model's positions"
+        )
+    if prompt >= total:
+        raise base.UserError(
+            f"sampling.max_length is {total}; allowed: above task.max_prompt_length = {prompt}, "
+            "so that every prompt leaves room for an answer"
+        )
+    return generate.Limits(prompt, min(response, total - 1), total)
+
+
+def _stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:
+    """Unite the model's stop tokens with those of the config, ids or texts of one token."""
+    found = set(model.stop_tokens)
+    for text in filter(None, asked.split(",")):
+        ids = (
+            [int(text)]
+            if text.isdigit()
+            else model.tokenizer.encode(text, add_special_tokens=False)
+        )
+        if len(ids) != 1 or not 0 <= ids[0] < model.config.vocab:
+            raise base.UserError(
+                f"sampling.stop_tokens holds {text!r}, which is {len(ids)} tokens; allowed: ids "
+                f"below {model.config.vocab}, or texts of exactly one token"
+            )
+        found.add(ids[0])
+    return tuple(sorted(found))
+
+
+def _fixed_strategy(c) -> base.DraftStrategy:
+    """Read the fixed strategy and check that this run can draft by it."""
+    chosen = strategy.parse(c.rollout.strategy)
+    if chosen.drafter == "oracle":
+        raise base.UserError(
+            f"rollout.strategy is {c.rollout.strategy!r}; the oracle is for benches only"
+        )
+    if chosen.drafter == "learned" and c.drafter.kind == "none":
+        raise base.UserError(
+            f"rollout.strategy is {c.rollout.strategy!r}, but drafter.kind is 'none'; "
+            "choose a drafter, or a strategy of the n-gram drafter such as ngram:4:1:5"
+        )
+    return chosen

@@ -1,0 +1,305 @@
+"""The fused train step: one policy forward, two losses, two updates, one executable.
+
+The policy's features serve both losses. The head is applied at the places that predict a
+response token only; the same rows of logits give log-probs, entropy and the drafter's
+targets. Whatever the drafter reads of the policy has its gradient stopped, and the two
+parts have separate norms and guards, so the drafter cannot touch the policy.
+
+Ratios are on-policy: the old log-probs are this forward's own, so every ratio is exactly 1
+and only its gradient acts. The rollout's log-probs appear in metrics alone.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle, head, layers, policy
+from fastgrpo_jax.train import distill, grpo, optim
+
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """What a train step is compiled for; a new value means a new executable.
+
+    Attributes:
+      eagle: the drafter to train; None leaves the state's drafter (if any) alone.
+      max_response: most response tokens of a row; any beyond would not be trained on.
+      head_chunk: tokens whose logits exist at one time.
+      micro_batches: parts that the rows are split into; the gradient is the same.
+      remat: recompute layers in the backward pass.
+
+    Raises:
+      base.UserError: a number is below 1.
+    """
+
+    policy: base.PolicyConfig
+    eagle: base.EagleConfig | None
+    loss: grpo.LossConfig
+    optim: optim.OptimConfig
+    drafter_optim: optim.OptimConfig
+    distill: distill.DistillConfig
+    max_response: int
+    head_chunk: int = 256
+    micro_batches: int = 1
+    remat: bool = False
+
+    def __post_init__(self):
+        for field in ("max_response", "head_chunk", "micro_batches"):
+            if getattr(self, field) < 1:
+                raise base.UserError(f"{field} is {getattr(self, field)}; allowed: 1 or more")
+
+
+class StepBatch(NamedTuple):
+    """What a step trains on. Rows with length == prompt_length contribute nothing.
+
+    tokens: prompt then response, from position 0; what follows `length` is never read.
+    logps: the rollout's log-prob of each token, 0 on prompts.
+    temperature: that the row was sampled at; 0 counts as 1.
+    """
+
+    tokens: Int[Array, "N T"]
+    prompt_length: Int[Array, " N"]
+    length: Int[Array, " N"]
+    logps: Float[Array, "N T"]
+    advantages: Float[Array, " N"]
+    temperature: Float[Array, " N"]
+
+
+class Places(NamedTuple):
+    """The response tokens of each row, R = min(max_response, T) places.
+
+    position: of the token in its row; clipped to the row where `mask` is False.
+    drafter_weights: as `weights`, 0 also for a token that no drafter pair precedes.
+    """
+
+    position: Int[Array, "N R"]
+    mask: Bool[Array, "N R"]
+    weights: Float[Array, "N R"]
+    drafter_weights: Float[Array, "N R"]
+
+
+class Terms(NamedTuple):
+    """Losses and what metrics are made of. Losses are sums, so those of micro-batches add up."""
+
+    loss: Float[Array, ""]
+    drafter_loss: Float[Array, ""]
+    logps: Float[Array, "N R"]
+    entropy: Float[Array, "N R"]
+    policy: grpo.PolicyTerms
+
+
+def init_state(
+    config: StepConfig, params: base.Params, drafter_params: base.Params = None
+) -> base.TrainState:
+    """Make the first state: masters in float32 (float64 for a float64 model), moments 0.
+
+    The arrays given belong to the state from then on, and the first step donates them. The
+    reference policy is a copy of `params`, kept only if the loss has a KL term.
+    """
+    wide = layers.at_least_float32(config.policy.dtype)
+    params = jax.tree.map(lambda x: jnp.asarray(x, wide), params)
+    drafter = jax.tree.map(lambda x: jnp.asarray(x, wide), drafter_params)
+    # A buffer may be donated once: each counter and the reference need their own.
+    state = base.TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=params,
+        opt_state=optim.make_optimizer(config.optim).init(params),
+        drafter=drafter,
+        drafter_opt_state=None,
+        drafter_steps=jnp.zeros((), jnp.int32),
+        reference=jax.tree.map(jnp.copy, params) if config.loss.kl_beta > 0 else None,
+    )
+    if drafter is None:
+        return state
+    return state._replace(
+        drafter_opt_state=optim.make_optimizer(config.drafter_optim).init(drafter)
+    )
+
+
+def make_train_step(config: StepConfig):
+    """Compile on first use (state, batch) -> (state, metrics); the state is donated.
+
+    Metrics are float32 scalars, left on the device. `kl` is there only with a KL term,
+    `drafter/*` only with a drafter to train.
+
+    Raises (when called):
+      base.UserError: the rows do not divide into the micro-batches.
+    """
+    return jax.jit(functools.partial(_train_step, config), donate_argnums=0)
+
+
+def gradients(
+    config: StepConfig, state: base.TrainState, batch: StepBatch
+) -> tuple[base.Params, base.Params, Terms, Places]:
+    """Compute both gradients over the whole batch, micro-batch by micro-batch.
+
+    Returns the policy's gradients, the drafter's (None without one to train), and the terms.
+    """
+    rows, parts = batch.tokens.shape[0], config.micro_batches
+    if rows % parts:
+        raise base.UserError(
+            f"optim.micro_batches is {parts}, but a step has {rows} rows; allowed: divisors of {rows}"
+        )
+    places = locate(config, batch)
+    trained = (state.params, state.drafter if config.eagle else None)
+    # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
+    grad = jax.grad(functools.partial(_losses, config), has_aux=True)
+    if parts == 1:
+        grads, terms = grad(trained, state.reference, batch, places)
+        return *grads, terms, places
+
+    def accumulate(total, part):
+        grads, terms = grad(trained, state.reference, *part)
+        return jax.tree.map(jnp.add, total, grads), terms
+
+    def split(x):
+        return x.reshape(parts, rows // parts, *x.shape[1:])
+
+    def join(x):
+        return jnp.sum(x) if x.ndim == 1 else x.reshape(rows, *x.shape[2:])
+
+    zeros = jax.tree.map(jnp.zeros_like, trained)
+    grads, terms = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, places)))
+    return *grads, jax.tree.map(join, terms), places
+
+
+def locate(config: StepConfig, batch: StepBatch) -> Places:
+    """Find the response tokens by position, never by value, and weigh them over the batch."""
+    last = batch.tokens.shape[1] - 1
+    offset = jnp.arange(min(config.max_response, last + 1), dtype=jnp.int32)
+    position = batch.prompt_length[:, None] + offset
+    mask = position < batch.length[:, None]
+    return Places(
+        position=jnp.clip(position, 0, last),
+        mask=mask,
+        weights=grpo.token_weights(mask, config.loss.name),
+        drafter_weights=grpo.token_weights(mask & (position >= 2), "grpo"),
+    )
+
+
+def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
+    grads, drafter_grads, terms, places = gradients(config, state, batch)
+    optimizer = optim.make_optimizer(config.optim)
+    new = optim.guarded_update(optimizer, terms.loss, grads, state.params, state.opt_state)
+    metrics = _metrics(config, state, batch, terms, places)
+    metrics |= {"grad_norm": new.grad_norm, "policy/skipped": ~new.applied}
+    state = state._replace(step=state.step + 1, params=new.params, opt_state=new.opt_state)
+    if config.eagle:
+        optimizer = optim.make_optimizer(config.drafter_optim)
+        new = optim.guarded_update(
+            optimizer, terms.drafter_loss, drafter_grads, state.drafter, state.drafter_opt_state
+        )
+        state = state._replace(
+            drafter=new.params,
+            drafter_opt_state=new.opt_state,
+            drafter_steps=state.drafter_steps + new.applied.astype(jnp.int32),
+        )
+        metrics |= {
+            "drafter/loss": terms.drafter_loss,
+            "drafter/grad_norm": new.grad_norm,
+            "drafter/skipped": ~new.applied,
+            "drafter/steps": state.drafter_steps,
+        }
+    return state, {name: value.astype(jnp.float32) for name, value in metrics.items()}
+
+
+def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
+    """Compute both losses of some rows; returns their sum and the terms."""
+    params, drafter = trained
+    features = _forward(config, params, batch.tokens)
+    ahead = _at(features, places.position - 1)  # predicts the response token
+    next_feature = hidden = None
+    if drafter is not None:
+        next_feature, hidden = _draft(config, params, drafter, features, batch.tokens, places)
+    scores = _score(config, params, ahead, batch, places, hidden)
+    reference_logps = None
+    if reference is not None:
+        ahead_reference = _at(_forward(config, reference, batch.tokens), places.position - 1)
+        reference_logps = jax.lax.stop_gradient(
+            _score(config, reference, ahead_reference, batch, places, None).logps
+        )
+    loss, terms = grpo.policy_loss(
+        scores.logps,
+        jax.lax.stop_gradient(scores.logps),
+        batch.advantages,
+        places.weights,
+        config.loss,
+        reference_logps,
+    )
+    drafter_loss = jnp.zeros_like(loss)
+    if drafter is not None:
+        drafter_loss = distill.drafter_loss(
+            next_feature,
+            jax.lax.stop_gradient(ahead),
+            scores.draft_ce,
+            places.drafter_weights,
+            config.distill,
+        )
+    return loss + drafter_loss, Terms(loss, drafter_loss, scores.logps, scores.entropy, terms)
+
+
+def _forward(config: StepConfig, params: base.Params, tokens) -> Float[Array, "N T E"]:
+    """Run the body over whole rows. Padding comes last, so the causal mask hides it."""
+    body = policy.Policy(config.policy, config.remat)
+    return body.apply({"params": params}, tokens, *_causal(*tokens.shape))[0]
+
+
+def _draft(config: StepConfig, params, drafter, features, tokens, places: Places):
+    """Run the drafter over all pairs; returns its outputs for each response token.
+
+    A token at position i is drafted from pair i - 2 = (f_{i-2}, embedding of x_{i-1}).
+    """
+    embeds = policy.embed(params["embed"], tokens[:, 1:], features.dtype)
+    inputs = jax.lax.stop_gradient((features[:, :-1], embeds))
+    outputs = eagle.Eagle(config.eagle).apply(
+        {"params": drafter}, *inputs, *_causal(*embeds.shape[:2])
+    )
+    return tuple(_at(x, places.position - 2) for x in outputs[:2])
+
+
+def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
+    """Score the response tokens of some rows; results are [N, R]."""
+    shape = places.position.shape
+    targets = jnp.take_along_axis(batch.tokens, places.position, axis=1)
+    temperature = jnp.broadcast_to(batch.temperature[:, None], shape)
+    flat = (x.reshape(shape[0] * shape[1], *x.shape[2:]) for x in (ahead, targets, temperature))
+    ahead, targets, temperature = flat
+    if hidden is not None:
+        hidden = hidden.reshape(ahead.shape)
+    scores = head.score(
+        ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
+    )
+    return jax.tree.map(lambda x: x.reshape(shape), scores)
+
+
+def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:
+    """Compute the policy's metrics from whole-batch sums."""
+    mask = places.mask
+    behaviour = jnp.take_along_axis(batch.logps, places.position, axis=1)
+    metrics = {
+        "loss": terms.loss,
+        "policy_loss": jnp.sum(places.weights * terms.policy.objective),
+        "entropy": grpo.token_mean(terms.entropy, mask),
+        "learning_rate": optim.learning_rate(config.optim, state.opt_state),
+        **grpo.clip_metrics(terms.policy, mask),
+        **grpo.sampling_metrics(terms.logps, behaviour, mask),
+    }
+    if terms.policy.kl is not None:
+        metrics["kl"] = grpo.token_mean(terms.policy.kl, mask)
+    return metrics
+
+
+def _causal(rows: int, tokens: int) -> tuple[Int[Array, "N T"], Bool[Array, "N T T"]]:
+    place = jnp.arange(tokens, dtype=jnp.int32)
+    mask = place[:, None] >= place
+    return jnp.broadcast_to(place, (rows, tokens)), jnp.broadcast_to(mask, (rows, tokens, tokens))
+
+
+def _at(x: Float[Array, "N T E"], position: Int[Array, "N R"]) -> Float[Array, "N R E"]:
+    """Take places of each row; one before the row's first gives the first, and must be masked."""
+    return jnp.take_along_axis(x, jnp.maximum(position, 0)[..., None], axis=1)

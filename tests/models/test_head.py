@@ -1,0 +1,97 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastgrpo_jax.models import head
+
+N, E, V = 11, 6, 17
+
+
+def inputs(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    return dict(
+        features=jnp.asarray(rng.normal(size=(N, E)), dtype),
+        table=jnp.asarray(rng.normal(size=(V, E)), dtype),
+        hidden=jnp.asarray(rng.normal(size=(N, E)), dtype),
+        targets=jnp.asarray(rng.integers(0, V, N), jnp.int32),
+        temperature=jnp.asarray(rng.choice([0.0, 0.6, 1.0, 1.7], N), jnp.float32),
+    )
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+def longhand(features, table, hidden, targets, temperature):
+    logps, entropy, ce = [], [], []
+    for f, h, y, t in zip(*(np.asarray(x) for x in (features, hidden, targets, temperature))):
+        logits = np.asarray(table) @ f
+        p = softmax(logits / (float(t) if t else 1.0))
+        logps.append(np.log(p[y]))
+        entropy.append(-(p * np.log(p)).sum())
+        ce.append(-(softmax(logits) * np.log(softmax(np.asarray(table) @ h))).sum())
+    return np.array(logps), np.array(entropy), np.array(ce)
+
+
+@functools.partial(jax.jit, static_argnames="chunk")
+def score(features, table, targets, temperature, chunk, hidden):
+    return head.score(features, table, targets, temperature, chunk, hidden)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 64])
+def test_scores_are_those_of_the_formulas_for_every_chunk(chunk):
+    """C7, C11, C18: own token, own temperature (0 is 1), with and without a last short chunk."""
+    x = inputs()
+    for ours, theirs in zip(score(**x, chunk=chunk), longhand(**x)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+
+
+def test_chunked_gradients_are_those_of_the_whole():
+    """C18"""
+    x = inputs()
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=N))
+
+    def whole(features, table, hidden):
+        logits = features @ table.T
+        temperature = jnp.where(x["temperature"] == 0, 1, x["temperature"])[:, None]
+        logps = jax.nn.log_softmax(logits / temperature)[jnp.arange(N), x["targets"]]
+        target = jax.nn.softmax(jax.lax.stop_gradient(logits))
+        drafted = jax.nn.log_softmax(hidden @ jax.lax.stop_gradient(table).T)
+        return jnp.sum(weight * (logps - 3 * jnp.sum(target * drafted, axis=1)))
+
+    def chunked(features, table, hidden):
+        out = head.score(features, table, x["targets"], x["temperature"], 4, hidden)
+        return jnp.sum(weight * (out.logps + 3 * out.draft_ce))
+
+    args = x["features"], x["table"], x["hidden"]
+    for ours, theirs in zip(
+        jax.jit(jax.grad(chunked, (0, 1, 2)))(*args), jax.grad(whole, (0, 1, 2))(*args)
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_drafter_and_the_entropy_send_no_gradient_to_the_policy():
+    """E10: with a NaN drafter too."""
+    x = inputs()
+
+    def loss(features, table, hidden):
+        out = head.score(features, table, x["targets"], x["temperature"], 4, hidden)
+        return jnp.sum(out.draft_ce + out.entropy)
+
+    grad = jax.jit(jax.grad(loss, (0, 1)))
+    for hidden in (x["hidden"], jnp.full_like(x["hidden"], jnp.nan)):
+        for g in grad(x["features"], x["table"], hidden):
+            np.testing.assert_array_equal(g, 0)
+
+
+def test_bfloat16_features_give_float32_scores():
+    x = inputs(jnp.bfloat16)
+    wide = {k: np.asarray(x[k], np.float64) for k in ("features", "table", "hidden")}
+    exact = longhand(**{**x, **wide})
+    for ours, theirs in zip(score(**x, chunk=4), exact):
+        assert ours.dtype == jnp.float32
+        np.testing.assert_allclose(ours, theirs, atol=3e-6)
