@@ -199,7 +199,27 @@ def _tokenizer(fields: dict[str, Any]) -> Any:
             f"tokenizer.ggml.model is {kind!r} and tokenizer.ggml.pre {pre!r}; "
             f"allowed: gpt2 with {', '.join(SPLITS)}"
         )
-    split, tokens = SPLITS[pre], _field(fields, "tokenizer.ggml.tokens")
+    inner = _bpe(fields, SPLITS[pre])
+    named = {}
+    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        if f"tokenizer.ggml.{key}_token_id" in fields:
+            named[f"{role}_token"] = inner.id_to_token(fields[f"tokenizer.ggml.{key}_token_id"])
+    if fields.get("tokenizer.ggml.add_bos_token", SPLITS[pre].add_bos):
+        i = int(_field(fields, "tokenizer.ggml.bos_token_id"))
+        bos = inner.id_to_token(i)
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, i)]
+        )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        chat_template=fields.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _bpe(fields: dict[str, Any], split: Split) -> tokenizers.Tokenizer:
+    tokens = _field(fields, "tokenizer.ggml.tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise base.UserError("tokenizer.ggml.tokens holds a token twice")
@@ -216,25 +236,11 @@ def _tokenizer(fields: dict[str, Any]) -> Any:
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)
     inner.pre_tokenizer = pre_tokenizers.Sequence([cut, whole])
     inner.decoder = decoders.ByteLevel()
-    for token, type_ in zip(tokens, _field(fields, "tokenizer.ggml.token_type")):
-        if type_ in (CONTROL, USER_DEFINED):
-            added = tokenizers.AddedToken(token, normalized=False, special=type_ == CONTROL)
+    for token, kind in zip(tokens, _field(fields, "tokenizer.ggml.token_type")):
+        if kind in (CONTROL, USER_DEFINED):
+            added = tokenizers.AddedToken(token, normalized=False, special=kind == CONTROL)
             inner.add_tokens([added])
-    named = {}
-    for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        if f"tokenizer.ggml.{key}_token_id" in fields:
-            named[f"{role}_token"] = tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
-    if fields.get("tokenizer.ggml.add_bos_token", split.add_bos):
-        bos = named["bos_token"]
-        inner.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocab[bos])]
-        )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        chat_template=fields.get("tokenizer.chat_template"),
-        clean_up_tokenization_spaces=False,
-        **named,
-    )
+    return inner
 
 
 def _field(fields: dict[str, Any], key: str) -> Any:

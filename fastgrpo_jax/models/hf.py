@@ -164,7 +164,10 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
         return [single]
     if not index.is_file():
         raise base.UserError(f"{directory} has neither {single.name} nor {index.name}")
-    files = [directory / f for f in sorted(set(hf_config.read_json(index)["weight_map"].values()))]
+    shards = hf_config.read_json(index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise base.UserError(f"{index} has no weight_map")
+    files = [directory / name for name in sorted(set(shards.values()))]
     absent = [f.name for f in files if not f.is_file()]
     if absent:
         raise base.UserError(f"{index} names shards that are absent: {_some(absent)}")

@@ -29,10 +29,11 @@ def policy_config(raw: dict[str, Any], dtype: str) -> base.PolicyConfig:
             f"num_attention_heads is {heads}, not a multiple of num_key_value_heads, {kv_heads}"
         )
     head_dim = raw.get("head_dim") or (128 if family == "qwen3" else hidden // heads)
-    if head_dim % 2 or ("head_dim" not in raw and family != "qwen3" and hidden % heads):
+    implied = not raw.get("head_dim") and family != "qwen3"
+    if head_dim % 2 or (implied and hidden % heads):
         raise base.UserError(
-            f"head_dim must be even and, if not given, hidden_size / num_attention_heads; "
-            f"found head_dim {raw.get('head_dim')}, hidden_size {hidden}, heads {heads}"
+            f"head_dim is {raw.get('head_dim')}, hidden_size {hidden}, num_attention_heads {heads}; "
+            "head_dim must be even and, if absent, hidden_size a multiple of num_attention_heads"
         )
     theta, scaling = _rope(raw)
     bias = family != "qwen2" and bool(raw.get("attention_bias", False))
@@ -59,9 +60,12 @@ def policy_config(raw: dict[str, Any], dtype: str) -> base.PolicyConfig:
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Read a JSON object. Raises UserError if it is absent or broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise base.UserError(f"cannot read {path}: {e}") from e
+    if not isinstance(found, dict):
+        raise base.UserError(f"{path} holds a {type(found).__name__}, not a JSON object")
+    return found
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -70,13 +74,16 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         raise base.UserError(f"hidden_act is {act!r}; allowed: silu")
     if raw.get("mlp_bias", False):
         raise base.UserError("mlp_bias is true; allowed: false")
+    if raw.get("partial_rotary_factor", 1) != 1:
+        raise base.UserError(f"partial_rotary_factor is {raw['partial_rotary_factor']}; allowed: 1")
     if raw.get("quantization_config"):
         raise base.UserError("quantization_config is set; only unquantised weights can be read")
     window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
-    if "layer_types" in raw and raw["layer_types"] is not None:
+    if raw.get("layer_types"):
         slides = any(kind != "full_attention" for kind in raw["layer_types"])
     else:
-        slides = window is not None and raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+        first = raw.get("max_window_layers", 28)  # layers from this one on use the window
+        slides = window is not None and first < _size(raw, "num_hidden_layers")
     if slides:
         raise base.UserError(
             f"some layers use a sliding window (sliding_window {raw.get('sliding_window')}, "
@@ -102,7 +109,7 @@ def _scaling(field: str, rope: dict[str, Any]) -> base.RopeScaling | None:
     nested = any(isinstance(value, dict) for value in rope.values())
     if nested or kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         raise base.UserError(
-            f"{field} is {rope}; allowed: rope_type default or llama3, one for all layers, whole heads"
+            f"{field} is {rope}; allowed: rope_type default or llama3, for all layers, whole heads"
         )
     if kind == "default":
         return None

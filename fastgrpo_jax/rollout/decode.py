@@ -343,3 +343,16 @@ def _cast_tree(tree, dtype):
 
 
 cast = jax.jit(_cast_tree, static_argnums=1)
+
+
+def _read(config, params, tokens):
+    """Compute the logits of whole rows [B, T, V] in one causal forward without a cache."""
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    mask = jnp.broadcast_to(place[:, None] >= place, (tokens.shape[0], place.size, place.size))
+    features, _ = policy.Policy(config).apply(
+        {"params": params}, tokens, jnp.broadcast_to(place, tokens.shape), mask
+    )
+    return policy.logits(features, policy.head_table(params))
+
+
+read = jax.jit(_read, static_argnums=0)

@@ -172,9 +172,10 @@ def test_gsm8k_rows_give_the_number_and_keep_the_solution(tmp_path):
 def test_verl_rows_give_the_ground_truth_as_answer(tmp_path):
     message = [{"role": "user", "content": "a b"}]
     truth = {"style": "rule", "ground_truth": "72"}
-    path = jsonl(tmp_path, {"data_source": "x", "prompt": message, "reward_model": truth})
-    expected = {"prompt": message, "data_source": "x", "reward_model": truth, "answer": "72"}
-    assert open_task(path).row(0) == expected
+    row = {"data_source": "x", "prompt": message, "reward_model": truth}
+    task = open_task(jsonl(tmp_path, row, {**row, "answer": "its own"}))
+    assert task.row(0) == {**row, "answer": "72"}
+    assert task.row(1) == {**row, "answer": "its own"}
 
 
 @pytest.mark.parametrize(

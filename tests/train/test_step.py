@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -75,71 +76,81 @@ def one_step():
     return host(state), host(metrics)
 
 
-def longhand(config, params, drafter, reference, b):
-    """Compute (loss, drafter loss) row by row from whole logits, with textbook formulas."""
-    wide = jnp.float64
-
-    def run(weights, tokens):
-        count = len(tokens)
-        place, mask = jnp.arange(count)[None], jnp.tril(jnp.ones((1, count, count), bool))
-        out, _ = policy.Policy(config.policy).apply({"params": weights}, tokens[None], place, mask)
-        return out[0], place, mask
-
-    rows, drafter_rows, lengths = [], [], []
-    for n in range(N):
-        start, end = int(b.prompt_length[n]), int(b.length[n])
-        tokens = b.tokens[n, :end]  # the padding is cut off
-        f, place, mask = run(params, tokens)
-        table = params["embed"]
-        heat = wide(b.temperature[n] or 1.0)
-        logps = jax.nn.log_softmax(f @ table.T / heat)
-        f0 = jax.lax.stop_gradient(f)
-        frozen = jax.lax.stop_gradient(table)
-        pairs = (f0[None, :-1], frozen[tokens[1:]][None], place[:, :-1], mask[:, :-1, :-1])
-        following, hidden, _ = eagle.Eagle(config.eagle).apply({"params": drafter}, *pairs)
-        losses, drafter_losses = [], []
-        for i in range(start, end):
-            logp = logps[i - 1, tokens[i]]
-            ratio = jnp.exp(logp - jax.lax.stop_gradient(logp))
-            kl = 0
-            if config.loss.kl_beta:
-                g, _, _ = run(reference, tokens)
-                ahead = jax.nn.log_softmax(g @ reference["embed"].T / heat)[i - 1, tokens[i]] - logp
-                kl = jnp.exp(ahead) - ahead - 1
-            losses.append(config.loss.kl_beta * kl - ratio * wide(b.advantages[n]))
-            if i >= 2:
-                d = jnp.abs(following[0, i - 2] - f0[i - 1])
-                l1 = jnp.mean(jnp.where(d < 1, d**2 / 2, d - 0.5))
-                target = jax.nn.softmax(f0[i - 1] @ frozen.T)
-                ce = -jnp.sum(target * jax.nn.log_softmax(frozen @ hidden[0, i - 2]))
-                drafter_losses.append(2 * l1 + 0.1 * ce)
-        if losses:
-            lengths.append(len(losses))
-            rows.append(sum(losses) / len(losses))
-            drafter_rows.append(sum(drafter_losses) / len(drafter_losses))
-    if config.loss.name == "dapo":
-        loss = sum(r * c for r, c in zip(rows, lengths)) / sum(lengths)
-    else:
-        loss = sum(rows) / len(rows)
-    return loss, sum(drafter_rows) / len(drafter_rows)
-
-
-@pytest.mark.parametrize("name, beta", [("grpo", 0.0), ("dapo", 0.5)])
-def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, beta):
-    """C1, C3, E1, E10: 1, 2 and 4 micro-batches, row by row without padding, in float64.
-
-    The policy's gradient is that of its own loss alone, the drafter's that of its own.
-    """
+def with_reference(name, beta):
     config = in_float64(CONFIG, loss=grpo.LossConfig(name=name, kl_beta=beta))
     state = new_state(config)
     if beta:
         state = state._replace(reference=jax.tree.map(lambda x: x * 0.9, state.params))
+    return config, state
+
+
+def body(config, params, tokens):
+    """Run the policy over whole rows; returns features, positions and mask."""
+    rows, count = tokens.shape
+    place = jnp.broadcast_to(jnp.arange(count), (rows, count))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (rows, count, count))
+    out, _ = policy.Policy(config.policy).apply({"params": params}, tokens, place, mask)
+    return out, place, mask
+
+
+def longhand_weights(b, name, first=0):
+    """Spell out the weight of every token, [N, T]; those before place `first` have none."""
+    spans = [range(max(int(p), first), int(n)) for p, n in zip(b.prompt_length, b.length)]
+    weights = np.zeros((N, T))
+    for row, span in enumerate(spans):
+        for i in span:
+            if name == "grpo":
+                weights[row, i] = 1 / len(span) / sum(len(s) > 0 for s in spans)
+            else:
+                weights[row, i] = 1 / sum(len(s) for s in spans)
+    return weights
+
+
+def longhand(config, params, drafter, reference, b, weights, drafter_weights):
+    """Compute (loss, drafter loss) with textbook formulas over the logits of all places."""
+    f, place, mask = body(config, params, b.tokens)
+    heat = jnp.where(b.temperature == 0, 1, b.temperature)[:, None, None]
+    f0, table = jax.lax.stop_gradient((f, params["embed"]))
+
+    def logps(features, head):
+        """Entry i is the log-prob of token i, made at place i - 1."""
+        scores = jax.nn.log_softmax(features[:, :-1] @ head.T / heat)
+        return jnp.take_along_axis(scores, b.tokens[:, 1:, None], axis=2)[..., 0]
+
+    logp = logps(f, params["embed"])
+    ratio = jnp.exp(logp - jax.lax.stop_gradient(logp))
+    loss = -ratio * b.advantages[:, None].astype(jnp.float64)
+    if config.loss.kl_beta:
+        ahead = logps(body(config, reference, b.tokens)[0], reference["embed"]) - logp
+        loss += config.loss.kl_beta * (jnp.exp(ahead) - ahead - 1)
+    following, hidden, _ = eagle.Eagle(config.eagle).apply(
+        {"params": drafter}, f0[:, :-1], table[b.tokens[:, 1:]], place[:, :-1], mask[:, :-1, :-1]
+    )
+    d = jnp.abs(following - f0[:, 1:])  # pair t estimates the feature of t + 1
+    target = jax.nn.softmax(f0[:, 1:] @ table.T)
+    ce = -jnp.sum(target * jax.nn.log_softmax(hidden @ table.T), axis=2)
+    drafter_loss = 2 * jnp.mean(jnp.where(d < 1, d**2 / 2, d - 0.5), axis=2) + 0.1 * ce
+    # Entry 0 of `loss` is token 1; entry 0 of `drafter_loss`, of pair 0, is token 2.
+    return (
+        jnp.sum(weights[:, 1:] * loss),
+        jnp.sum(drafter_weights[:, 2:] * drafter_loss[:, :-1]),
+    )
+
+
+@pytest.mark.parametrize("name, beta", [("grpo", 0.0), ("dapo", 0.5)])
+def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, beta):
+    """C1, C3, E1, E10: 1, 2 and 4 micro-batches against one unchunked pass, in float64.
+
+    The policy's gradient is that of its own loss alone, the drafter's that of its own.
+    """
+    config, state = with_reference(name, beta)
     b = batch()
+    weights = longhand_weights(b, name), longhand_weights(b, "grpo", first=2)
 
     @jax.jit
     def reference(params, drafter):
         def total(params, drafter):
-            losses = longhand(config, params, drafter, state.reference, b)
+            losses = longhand(config, params, drafter, state.reference, b, *weights)
             return sum(losses), losses
 
         return jax.grad(total, (0, 1), has_aux=True)(params, drafter)
@@ -153,3 +164,229 @@ def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, 
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
         jax.tree.map(close, grads, expected)
         jax.tree.map(close, drafter_grads, expected_drafter)
+
+
+def numpy_logps(b):
+    """Return log softmax(logits / T) and its entropy at every token of every row."""
+    logps, entropy = np.zeros((N, T)), np.zeros((N, T))
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), raw_params()[0])
+    f, _, _ = body(CONFIG, params, b.tokens)
+    for n in range(N):
+        heat = float(b.temperature[n]) or 1.0
+        for i in range(1, T):
+            logits = np.asarray(f[n, i - 1], np.float64) @ np.asarray(params["embed"]).T / heat
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            logps[n, i] = np.log(p[b.tokens[n, i]])
+            entropy[n, i] = -(p * np.log(p)).sum()
+    return logps, entropy
+
+
+def test_metrics_are_those_of_the_batch_and_ratios_are_one_at_any_temperature():
+    """C7, C8, B21, C15: recorded log-probs at T 0.6, 0 (scored at 1) and 1 are the trainer's own."""
+    b = batch()
+    logps, entropy = numpy_logps(b)
+    _, metrics = train_step(new_state(CONFIG), b._replace(logps=jnp.asarray(logps, jnp.float32)))
+    grads, drafter_grads, terms, _ = gradients(*with_reference("grpo", 0.0), b)
+    mask = (np.arange(T) >= b.prompt_length[:, None]) & (np.arange(T) < b.length[:, None])
+    expected = {
+        "loss": -np.mean(b.advantages[:3]),
+        "policy_loss": -np.mean(b.advantages[:3]),
+        "entropy": entropy[mask].mean(),
+        "grad_norm": optax_norm(grads),
+        "learning_rate": 1e-2,
+        "policy/skipped": 0,
+        "drafter/loss": terms.drafter_loss,
+        "drafter/grad_norm": optax_norm(drafter_grads),
+        "drafter/steps": 1,
+        "drafter/skipped": 0,
+        "sampling/sampling_logp_difference/mean": 0,
+        "sampling/sampling_logp_difference/max": 0,
+        "sampling/importance_sampling_ratio/min": 1,
+        "sampling/importance_sampling_ratio/mean": 1,
+        "sampling/importance_sampling_ratio/max": 1,
+        **{f"clip_ratio/{k}": 0 for k in ("region_mean", "low_mean", "low_min", "high_mean")},
+        "clip_ratio/high_max": 0,
+    }
+    assert set(metrics) == set(expected)
+    for name, value in metrics.items():
+        assert value.dtype == jnp.float32 and value.shape == (), name
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
+    assert metrics["grad_norm"] > 0.01
+
+
+def optax_norm(tree):
+    return np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize("scale", [-3.0, 1e20, np.nan])
+def test_the_drafters_weights_do_not_reach_the_policy_bitwise(one_step, scale):
+    """Law 4, E10: another drafter, one whose loss overflows, one of NaNs."""
+    state = new_state(CONFIG)
+    drafter = host(jax.tree.map(lambda x: x * scale, state.drafter))
+    after, metrics = train_step(state._replace(drafter=jax.tree.map(jnp.array, drafter)), batch())
+    expected, expected_metrics = one_step
+    equal(after.params, expected.params)
+    equal(after.opt_state, expected.opt_state)
+    for name in metrics:
+        if not name.startswith("drafter/"):
+            np.testing.assert_array_equal(metrics[name], expected_metrics[name])
+    if np.isnan(scale):
+        assert (metrics["drafter/skipped"], metrics["drafter/steps"]) == (1, 0)
+        assert (int(after.step), int(after.drafter_steps)) == (1, 0)
+        equal(after.drafter, drafter)
+        equal(after.drafter_opt_state, new_state(CONFIG).drafter_opt_state)
+
+
+def test_a_policy_with_a_nan_loss_is_skipped_while_the_drafter_moves(one_step):
+    """C17"""
+    before = host(new_state(CONFIG))
+    bad = batch(advantages=jnp.array([1.0, jnp.nan, 0.25, 3.0], jnp.float32))
+    after, metrics = train_step(new_state(CONFIG), bad)
+    assert (metrics["policy/skipped"], metrics["drafter/skipped"]) == (1, 0)
+    equal(after.params, before.params)
+    equal(after.opt_state, before.opt_state)
+    equal(after.drafter, one_step[0].drafter)
+    assert after.drafter_steps == 1
+
+
+def test_without_an_advantage_the_policy_stays_and_the_drafter_learns(one_step):
+    """B5"""
+    before = host(new_state(CONFIG))
+    after, metrics = train_step(new_state(CONFIG), batch(advantages=jnp.zeros(N, jnp.float32)))
+    assert metrics["loss"] == 0 and metrics["grad_norm"] == 0 and metrics["policy/skipped"] == 0
+    equal(after.params, before.params)
+    equal(after.drafter, one_step[0].drafter)
+
+
+def test_what_follows_a_row_and_rows_without_response_are_never_read(one_step):
+    """A3, A4: by place, not by value: the ids put there occur in the rows too."""
+    b = batch()
+    rng = np.random.default_rng(9)
+    outside = (np.arange(T) >= b.length[:, None]) | (np.arange(N) == 3)[:, None]
+    noise = jnp.asarray(rng.integers(0, V, (N, T)), jnp.int32)
+    dirty = b._replace(
+        tokens=jnp.where(outside, noise, b.tokens),
+        logps=jnp.where(outside, jnp.nan, b.logps),
+        advantages=b.advantages.at[3].set(-7.0),
+        temperature=b.temperature.at[3].set(0.3),
+    )
+    state, metrics = train_step(new_state(CONFIG), dirty)
+    equal(state, one_step[0])
+    equal(metrics, one_step[1])
+
+
+def test_a_batch_without_response_tokens_changes_nothing():
+    """C4"""
+    b = batch()
+    before = host(new_state(CONFIG))
+    after, metrics = train_step(new_state(CONFIG), b._replace(length=b.prompt_length))
+    assert all(np.isfinite(v) for v in metrics.values())
+    equal((after.params, after.drafter), (before.params, before.drafter))
+
+
+def test_repeated_steps_use_one_executable_and_do_what_they_are_for():
+    """C13, F10, F12: the probability of a rewarded response rises, the drafter's loss falls."""
+    b = batch()
+    alone = b._replace(length=b.prompt_length.at[0].set(b.length[0]))
+    state = new_state(CONFIG)
+    first = state
+    ratios, losses = [], []
+    for _ in range(4):
+        state, metrics = train_step(state, alone)
+        ratios.append(metrics["sampling/importance_sampling_ratio/mean"])
+        losses.append(metrics["drafter/loss"])
+    assert all(a < b for a, b in itertools.pairwise(ratios))
+    assert all(a > b for a, b in itertools.pairwise(losses))
+    assert state.step == 4 and state.drafter_steps == 4
+    assert train_step._cache_size() == 1
+    assert first.params["embed"].is_deleted()  # donated
+
+
+def test_no_array_of_the_step_holds_the_logits_of_all_places():
+    """C18: what has a vocabulary axis is a chunk of logits or the embedding, times 1 at most."""
+    text = train_step.lower(new_state(CONFIG), batch()).compile().as_text()
+    shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)}
+    sizes = {math.prod(s) for s in shapes if V in s}
+    assert CONFIG.head_chunk * V in sizes
+    assert max(sizes) == POLICY.hidden * V < N * R * V
+
+
+def test_the_gradient_of_a_tied_embedding_adds_both_uses():
+    """F18: against finite differences, and against untied copies (with remat, another drafter)."""
+    config, state = with_reference("dapo", 0.5)
+    b = batch(advantages=jnp.zeros(N, jnp.float32))  # leaves the KL, whose value can be varied
+    grads, _, _, _ = gradients(config, state, b)
+    direction = np.random.default_rng(0).normal(size=(V, POLICY.hidden))
+
+    def loss(step_size):
+        moved = {**state.params, "embed": state.params["embed"] + step_size * direction}
+        return gradients(config, state._replace(params=moved), b)[2].loss
+
+    slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
+    np.testing.assert_allclose(jnp.sum(grads["embed"] * direction), slope, rtol=1e-6)
+
+    untied = dataclasses.replace(
+        config,
+        policy=dataclasses.replace(config.policy, tied=False),
+        eagle=dataclasses.replace(config.eagle, kind="eagle"),
+        remat=True,
+    )
+    params = {**state.params, "head": state.params["embed"]}
+    reference = {**state.reference, "head": state.reference["embed"]}
+    drafter = eagle.init(jax.random.key(1), untied.eagle)
+    both, drafter_grads, _, _ = gradients(
+        untied, state._replace(params=params, reference=reference, drafter=drafter), b
+    )
+    tied = {**both, "embed": both["embed"] + both["head"]}
+    del tied["head"]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-12), tied, grads)
+    assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(drafter_grads))
+
+
+def test_a_bfloat16_model_keeps_and_moves_float32_masters():
+    """F9, C14: at rate 1e-6; the KL to the reference is 0 at first, and the reference stays."""
+    config = dataclasses.replace(
+        CONFIG,
+        policy=dataclasses.replace(POLICY, dtype="bfloat16"),
+        eagle=dataclasses.replace(CONFIG.eagle, dtype="bfloat16"),
+        loss=grpo.LossConfig(kl_beta=0.04),
+        optim=optim.OptimConfig(learning_rate=1e-6),
+    )
+    state = new_state(config)
+    before = host(state)
+    after, metrics = step.make_train_step(config)(state, batch())
+    for x in jax.tree.leaves((after.params, after.opt_state, after.drafter)):
+        assert x.dtype in (jnp.float32, jnp.int32)
+    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), after.params, before.params)
+    assert all(5e-7 < m < 2e-6 for m in jax.tree.leaves(moved))
+    assert 0 <= metrics["kl"] < 1e-6
+    assert all(np.isfinite(v) for v in metrics.values())
+    equal(after.reference, before.params)
+
+
+def test_without_drafter_training_the_policy_agrees_within_rounding(one_step):
+    """Law 4, D20: the drafter is left as it is, and there are no metrics of it."""
+    config = dataclasses.replace(CONFIG, eagle=None)
+    state = new_state(config)
+    drafter = host(state.drafter)
+    after, metrics = step.make_train_step(config)(state, batch())
+    close = functools.partial(np.testing.assert_allclose, atol=1e-5)
+    jax.tree.map(close, host(after.opt_state), one_step[0].opt_state)
+    np.testing.assert_allclose(metrics["grad_norm"], one_step[1]["grad_norm"], rtol=1e-5)
+    equal(after.drafter, drafter)
+    assert not any(name.startswith("drafter/") for name in metrics)
+
+
+def test_rows_that_do_not_divide_are_refused_with_both_numbers():
+    config = dataclasses.replace(CONFIG, micro_batches=3)
+    state = new_state(config)
+    with pytest.raises(base.UserError, match="micro_batches is 3, but a step has 4 rows"):
+        step.make_train_step(config)(state, batch())
+    assert not state.params["embed"].is_deleted()
+
+
+@pytest.mark.parametrize("field", ["max_response", "head_chunk", "micro_batches"])
+def test_a_size_below_one_is_refused(field):
+    with pytest.raises(base.UserError, match=f"{field} is 0; allowed: 1 or more"):
+        dataclasses.replace(CONFIG, **{field: 0})

@@ -1,0 +1,1 @@
+"""Benches: python -m fastgrpo_jax.bench SUITE --out=FILE.json [--model=M] [--quick] ..."""

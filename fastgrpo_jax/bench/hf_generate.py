@@ -1,0 +1,105 @@
+"""The peer: transformers' `generate` on CPU torch with the same weights, sampled, float32.
+
+Its defaults (SDPA attention, dynamic cache, no compilation); a group is
+`num_return_sequences` of one prompt, prompts are padded on the left, the prefill is included.
+"""
+
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fastgrpo_jax.models import hf, load
+
+
+def _torch_model(model: load.LoadedModel):
+    """Build the transformers model from our own weights."""
+    import safetensors.numpy
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder)
+        safetensors.numpy.save_file(
+            hf.to_hf_state(model.params, model.config),
+            path / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        (path / "config.json").write_text(json.dumps(_hf_config(model.config)))
+        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
+
+
+def _hf_config(c) -> dict[str, Any]:
+    kind = "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias and not c.o_bias else "llama"
+    return {
+        "model_type": kind,
+        "architectures": [
+            {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"
+        ],
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn,
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tied,
+        "attention_bias": c.qkv_bias,
+        "hidden_act": "silu",
+    }
+
+
+_models: dict[int, Any] = {}
+
+
+def player(
+    model: load.LoadedModel, prompts, group: int, args, tokens: int
+) -> Callable[[int], float]:
+    """Make the function that generates once and returns tokens per second."""
+    import torch
+
+    if id(model) not in _models:
+        _models[id(model)] = _torch_model(model)
+    net = _models[id(model)]
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    stops = list(model.stop_tokens) if args.lengths == "natural" else None
+
+    def play(seed: int) -> float:
+        torch.manual_seed(seed)
+        net.generation_config.eos_token_id = stops
+        net.generation_config.pad_token_id = 0
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = net.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=args.temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=tokens,
+                num_return_sequences=group,
+            )
+        seconds = time.perf_counter() - began
+        return _emitted(out[:, width:].numpy(), stops) / seconds
+
+    return play
+
+
+def _emitted(new: np.ndarray, stops) -> int:
+    """Count response tokens up to and including each row's first stop token."""
+    if not stops:
+        return new.size
+    hit = np.isin(new, stops)
+    return int(np.where(hit.any(1), hit.argmax(1) + 1, new.shape[1]).sum())

@@ -1,0 +1,249 @@
+"""Proof that speculation changes no token: plain decoding against every drafter and plan.
+
+Each strategy answers the same prompts at T 0 and T 1 and is compared token by token with plain
+decoding by the same engine. In float64 every token must be equal. In float32 a row may part
+from the plain one only at a certified near-tie: replaying the common prefix, both tokens are
+the two best of the noised logits and their gap is below 3e-4.
+
+Prompts repeat themselves, so that drafts are accepted and something is tested: the share of
+each strategy's tokens that came from accepted drafts is reported. Learned drafters are trained
+on the plain rollouts first; the oracle knows them and hides each token in a random sibling.
+"""
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastgrpo_jax import base
+from fastgrpo_jax.bench import common
+from fastgrpo_jax.models import load
+from fastgrpo_jax.rollout import buckets, decode, draft_oracle, generate, sampling, strategy
+
+GAP = {"float32": 3e-4, "bfloat16": 0.25}  # largest gap of a certified near-tie
+TEXTS = (
+    "one two three four one two three four one two three four one two three",
+    "red, green, blue, red, green, blue, red, green, blue, red, green, blue, red,",
+    "A B C D E F G H A B C D E F G H A B C D E F G H A B C D",
+    "10 20 30 40 50 10 20 30 40 50 10 20 30 40 50 10 20",
+)
+
+
+def add_arguments(parser) -> None:
+    """Add this suite's options."""
+    parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "bfloat16"))
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of each temperature")
+    parser.add_argument("--group", type=int, default=8, help="rollouts of each prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each rollout")
+    parser.add_argument("--train_steps", type=int, default=40, help="drafter steps first")
+
+
+class Case(NamedTuple):
+    """One way of decoding that is compared with plain decoding."""
+
+    name: str
+    kind: str  # of the learned drafter
+    shared_noise: bool
+    controller: strategy.Controller
+    plan: str  # of buckets
+
+
+def cases() -> list[Case]:
+    """List what is compared: all drafters, chains and trees, switching, two bucket plans."""
+
+    def fixed(text):
+        return strategy.constant(text, strategy.parse(text))
+
+    switching = strategy.cycle(
+        tuple(map(strategy.parse, ("learned:3:3:8", "off", "oracle:2:3:7", "ngram:4:1:5")))
+    )
+    return [
+        Case("fastgrpo chain", "fastgrpo", True, fixed("learned:3:1:4"), "a"),
+        Case("fastgrpo tree", "fastgrpo", True, fixed("learned:3:3:8"), "a"),
+        Case("fastgrpo tree, no shared noise", "fastgrpo", False, fixed("learned:3:3:8"), "a"),
+        Case("eagle tree", "eagle", True, fixed("learned:3:3:8"), "b"),
+        Case("ngram chain", "fastgrpo", True, fixed("ngram:4:1:5"), "a"),
+        Case("oracle chain", "fastgrpo", True, fixed("oracle:4:1:5"), "b"),
+        Case("oracle tree", "fastgrpo", True, fixed("oracle:2:3:7"), "a"),
+        Case("switching", "fastgrpo", True, switching, "a"),
+        Case("switching, other buckets", "fastgrpo", True, switching, "b"),
+    ]
+
+
+def plans(rows: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Give the two bucket plans: (row ladder, slot step)."""
+    return {
+        "a": (buckets.row_ladder(rows, str(max(rows // 4, 1))), 128),
+        "b": (buckets.row_ladder(rows, f"{max(rows // 8, 1)},{max(rows // 2, 1)}"), 48),
+    }
+
+
+class Bench(NamedTuple):
+    """The fixed parts of one run of this suite."""
+
+    args: object
+    model: load.LoadedModel
+    params: base.Params
+    prompts: tuple[tuple[int, ...], ...]
+    limits: generate.Limits
+    stop: tuple[int, ...]
+
+
+def run(args) -> int:
+    """Run the suite; the exit code is 1 if a token differs that no near-tie explains."""
+    if args.quick:
+        args.prompts, args.group, args.tokens = 2, 4, 24
+        args.train_steps = min(args.train_steps, 20)
+    if args.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    bench = _open(args)
+    drafters: dict[str, tuple] = {}
+    rows, plain = [], {}
+    for temperature in (0.0, 1.0):
+        _, plain[temperature] = _decode(bench, None, {}, plain, temperature)
+    for kind in ("fastgrpo", "eagle"):
+        model = bench.model._replace(
+            config=dataclasses.replace(bench.model.config, dtype="float32"),
+            params=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), bench.params),
+        )
+        config, params, loss = common.train_drafter(
+            model, kind, _parts(plain.values()), args.train_steps, 1.0, args.seed
+        )
+        common.say(f"trained the {kind} drafter: loss {loss:.3f}")
+        drafters[kind] = (dataclasses.replace(config, dtype=args.dtype), params)
+    for temperature in (0.0, 1.0):
+        for case in cases():
+            began = time.perf_counter()
+            done, batch = _decode(bench, case, drafters, plain, temperature)
+            row = {"strategy": case.name, "temperature": temperature, "buckets": case.plan}
+            row |= _compare(bench, plain[temperature], batch, temperature)
+            row["accepted_share"] = _accepted_share(done)
+            row["seconds"] = round(time.perf_counter() - began, 1)
+            rows.append(row)
+            common.say(", ".join(f"{k} {v}" for k, v in row.items()))
+    summary = _summarise(args, rows)
+    common.write(args.out, "lossless", args, bench.model, rows, summary)
+    return int(summary["mismatched_tokens"] > 0)
+
+
+def _open(args) -> Bench:
+    model = load.load(args.model, args.dtype, args.seed)
+    params, stop = model.params, ()
+    if args.model == "tiny":
+        # Random weights give flat logits, on which nothing repeats: sharpen the tied head, and
+        # let rows end early by a stop token, so that buckets change.
+        params = dict(params) | {"embed": params["embed"] * 40}
+        stop = model.stop_tokens
+    texts = [f"{i}. " * (i >= len(TEXTS)) + TEXTS[i % len(TEXTS)] for i in range(args.prompts)]
+    prompts = tuple(tuple(model.tokenizer.encode(t, add_special_tokens=False)) for t in texts)
+    longest = max(map(len, prompts))
+    limits = generate.Limits(longest, args.tokens, longest + args.tokens)
+    return Bench(args, model, params, prompts, limits, stop)
+
+
+def _decode(bench: Bench, case, drafters, plain, temperature):
+    """Answer the prompts by a case (None: plainly)."""
+    rows = len(bench.prompts) * bench.args.group
+    ladder, step = plans(rows)[case.plan if case else "a"]
+    head, head_params = drafters[case.kind] if case else (None, None)
+    controller = case.controller if case else common.plain()
+    spec = decode.Spec(
+        bench.model.config, head, bench.args.group, shared_noise=case.shared_noise if case else True
+    )
+    engine = common.engine_for(spec, ladder, bench.limits, bench.stop, [controller], step)
+    weights = common.cast(decode.Weights(bench.params, head_params), bench.args.dtype)
+    weights = weights._replace(tau=jnp.float32(1))
+    if case:
+        known = plain[temperature]
+        tokens = np.where(
+            np.arange(known.tokens.shape[1]) < known.length[:, None], known.tokens, -1
+        )
+        oracle = draft_oracle.OracleParams(jnp.asarray(tokens, jnp.int32), jnp.float32(0.7))
+        weights = weights._replace(oracle=oracle)
+    request = generate.Request(
+        bench.prompts, tuple(range(len(bench.prompts))), bench.args.seed, int(10 * temperature)
+    )
+    settings = generate.Settings(temperature)
+    done = generate.rollout(engine, weights, request, settings, bench.limits, controller)
+    return done, done.batch
+
+
+def _parts(batches) -> list[base.RolloutBatch]:
+    """Cut rollouts into batches of 8 rows, to train on."""
+    return [
+        jax.tree.map(lambda x: x[i : i + 8], batch)  # noqa: B023
+        for batch in batches
+        for i in range(0, batch.length.shape[0] - 7, 8)
+    ]
+
+
+def _accepted_share(done: generate.Rollout) -> float:
+    emitted = sum(int(b.report.emitted) for b in done.blocks)
+    accepted = sum(int(b.report.accepted.sum()) for b in done.blocks)
+    return round(accepted / max(emitted, 1), 3)
+
+
+def _compare(bench: Bench, plain: base.RolloutBatch, other: base.RolloutBatch, temperature) -> dict:
+    """Count tokens compared, rows that part, and tokens that no near-tie explains."""
+    compared = mismatched = parted = 0
+    gap_max = 0.0
+    for row in range(plain.length.shape[0]):
+        start = int(plain.prompt_length[row])
+        length = int(max(plain.length[row], other.length[row]))
+        differs = np.flatnonzero(plain.tokens[row, start:length] != other.tokens[row, start:length])
+        compared += length - start
+        if not len(differs):
+            continue
+        parted += 1
+        at = start + int(differs[0])
+        certified, gap = _near_tie(bench, plain, other, row, at, temperature)
+        if certified:
+            gap_max = max(gap_max, gap)
+        else:
+            mismatched += len(differs)
+    return {
+        "rollouts": plain.length.shape[0],
+        "tokens": compared,
+        "mismatched_tokens": mismatched,
+        "diverged_rows": parted,
+        "max_tie_gap": gap_max,
+    }
+
+
+def _near_tie(bench: Bench, plain, other, row: int, at: int, temperature) -> tuple[bool, float]:
+    """Replay a row's common prefix plainly: are both tokens the top two, and how far apart?"""
+    limit = GAP.get(bench.args.dtype)
+    if limit is None:
+        return False, float("inf")
+    tokens = jnp.asarray(plain.tokens[row : row + 1])
+    logits = decode.read(bench.model.config, bench.params, tokens)[0, at - 1]
+    group = bench.args.group
+    key = sampling.row_keys(
+        bench.args.seed,
+        int(10 * temperature),
+        np.asarray([row // group], np.uint64),
+        np.asarray([row % group], np.uint64),
+    )
+    noise = sampling.gumbel(key, jnp.asarray([at]), jnp.arange(logits.shape[-1]))
+    noised = sampling.perturb(logits[None], noise, jnp.asarray([temperature], jnp.float32))
+    values, ids = sampling.top(noised, 2)
+    gap = float(values[0, 0] - values[0, 1])
+    pair = {int(plain.tokens[row, at]), int(other.tokens[row, at])}
+    return set(map(int, ids[0])) == pair and gap < limit, gap
+
+
+def _summarise(args, rows: list[dict]) -> dict:
+    return {
+        "dtype": args.dtype,
+        "rollouts": sum(r["rollouts"] for r in rows),
+        "distinct_rollouts": 2 * args.prompts * args.group,
+        "tokens": sum(r["tokens"] for r in rows),
+        "mismatched_tokens": sum(r["mismatched_tokens"] for r in rows),
+        "diverged_rows": sum(r["diverged_rows"] for r in rows),
+        "max_tie_gap": max(r["max_tie_gap"] for r in rows),
+        "strategies": len(cases()),
+        "min_accepted_share": min(r["accepted_share"] for r in rows),
+    }

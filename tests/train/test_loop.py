@@ -1,0 +1,253 @@
+"""Laws of whole runs: resume equals never stopped, signals lose nothing, bad input is answered.
+
+All runs share one compilation cache, so that only the first pays for compiling.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from fastgrpo_jax import base, configs, main
+from fastgrpo_jax.train import checkpoint, loop, metrics
+from fastgrpo_jax.train import setup as setup_lib
+
+CLOCKS = ("timing_s/", "step_time", "rollout/tokens_per_s", "compile/")
+
+
+def config(**changes):
+    c = configs.load("tiny")
+    c.compilation_cache = ""
+    c.steps = 4
+    c.checkpoint.every = 2
+    c.task.max_prompt_length = 40
+    c.sampling.max_response_length = 8
+    c.rollout.row_buckets = "4"
+    c.rollout.slot_step = 96
+    for path, value in changes.items():
+        configs.override(c, path.replace("__", "."), str(value))
+    return c
+
+
+def timeless(workdir) -> list[dict]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith(CLOCKS)} for row in metrics.read(workdir)
+    ]
+
+
+def final_state(c, workdir) -> base.TrainState:
+    setup = setup_lib.prepare(c)
+    manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
+    state, _ = checkpoint.restore(manager, setup_lib.first_state(c, setup))
+    manager.close()
+    return jax.device_get(state)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("straight")
+    loop.train(config(), workdir)
+    return workdir
+
+
+def test_two_steps_and_two_more_equal_four_bit_for_bit(straight, tmp_path):
+    """F1, F2, F3: tokens, losses, weights, moments, drafter and data order."""
+    loop.train(config(steps=2), tmp_path)
+    assert [row["step"] for row in metrics.read(tmp_path)] == [0, 1]
+    loop.train(config(), tmp_path)
+    assert timeless(tmp_path) == timeless(straight)
+    assert_same(final_state(config(), tmp_path), final_state(config(), straight))
+    rows = [
+        (w / "completions.jsonl").read_text().splitlines() for w in (straight, pathlib.Path(tmp_path))
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_a_run_writes_every_file_and_the_metrics_of_the_design(straight):
+    rows = metrics.read(straight)
+    assert len(rows) == 4
+    expected = {
+        "reward", "reward_std", "frac_reward_zero_std", "rewards/exact_number/mean", "entropy",
+        "clip_ratio/region_mean", "completions/mean_length", "completions/clipped_ratio",
+        "num_tokens", "step_time", "loss", "grad_norm", "learning_rate", "spec/accept_length",
+        "spec/accept_rate_pos_0", "spec/tokens_per_target_step", "spec/live_rows_mean",
+        "spec/off_fraction", "drafter/loss", "drafter/grad_norm", "drafter/steps",
+        "timing_s/rollout", "timing_s/prefill", "timing_s/decode", "timing_s/reward",
+        "timing_s/train", "timing_s/checkpoint", "compile/count", "compile/pool_bytes",
+    }  # fmt: skip
+    assert expected <= rows[-1].keys()
+    assert "kl" not in rows[-1]  # C15
+    assert [row["drafter/steps"] for row in rows] == [1, 2, 3, 4]  # E12
+    assert rows[-1]["compile/unexpected"] == 0
+    assert rows[-1]["compile/pool_bytes"] > 0
+    assert rows[-1]["grad_norm"] >= 0
+    # Rounding apart, the trainer's log-probs are the rollout's: same weights, same temperature.
+    assert max(row["sampling/sampling_logp_difference/max"] for row in rows) < 1e-4
+    for name in ("config.json", "completions.jsonl", "report.png", "checkpoints"):
+        assert (straight / name).exists()
+    assert json.loads((straight / "config.json").read_text())["steps"] == 4
+
+
+def test_a_finished_run_that_is_started_again_says_so_and_changes_nothing(straight, capsys):
+    before = (straight / "metrics.jsonl").read_text()
+    loop.train(config(), straight)
+    assert "all 4 steps are done" in capsys.readouterr().err
+    assert (straight / "metrics.jsonl").read_text() == before
+
+
+def test_another_config_in_the_same_workdir_is_refused_with_the_difference(straight):
+    with pytest.raises(base.UserError, match=r"loss\.name: 'grpo' -> 'dapo'"):
+        loop.train(config(loss__name="dapo"), straight)
+    loop.train(config(log__completions_per_step=1), straight)  # harmless: accepted
+
+
+def test_the_policy_learns_the_same_with_and_without_speculation(straight, tmp_path):
+    """Law 1 seen from outside: plain decoding gives the same rewards and lengths."""
+    loop.train(config(rollout__controller="off", steps=2), tmp_path)
+    for plain, fast in zip(timeless(tmp_path), timeless(straight)):
+        for name in ("reward", "completions/mean_length", "num_tokens"):
+            assert plain[name] == fast[name]
+        assert plain["spec/tokens_per_target_step"] == 1.0
+
+
+def test_kl_and_dapo_and_the_other_drafter_and_micro_batches_run(tmp_path):
+    c = config(
+        steps=2, loss__name="dapo", loss__kl_beta=0.1, drafter__kind="eagle", optim__micro_batches=2
+    )
+    loop.train(c, tmp_path)
+    rows = metrics.read(tmp_path)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)  # C14: the reference is the start
+    assert rows[-1]["drafter/steps"] == 2
+
+
+def test_a_run_without_a_drafter_uses_ngrams_and_counts_no_drafter_steps(tmp_path):
+    loop.train(config(steps=1, drafter__kind="none"), tmp_path)
+    row = metrics.read(tmp_path)[0]
+    assert row["drafter/steps"] == 0
+    assert "drafter/loss" not in row
+    assert row["spec/off_fraction"] < 1
+
+
+def spawn(workdir, *more):
+    code = "import sys; from fastgrpo_jax import main; sys.exit(main.main(sys.argv[1:]))"
+    arguments = [
+        "--config=tiny", f"--workdir={workdir}", "--config.compilation_cache=",
+        "--config.task.max_prompt_length=40", "--config.sampling.max_response_length=8",
+        "--config.rollout.row_buckets=4", "--config.rollout.slot_step=96", *more,
+    ]  # fmt: skip
+    cache = str(jax.config.jax_compilation_cache_dir)
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_the_finished_steps_and_says_how_to_resume(tmp_path, number):
+    process = spawn(tmp_path, "--config.steps=100000", "--config.checkpoint.every=100000")
+    deadline = time.monotonic() + 240
+    path = tmp_path / "metrics.jsonl"
+    while not (path.exists() and path.read_text().count("\n") >= 2):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "To resume:" in err and "Traceback" not in err
+    done = len(metrics.read(tmp_path))
+    manager = checkpoint.open_manager(tmp_path, 2)
+    assert manager.latest_step() == done
+    manager.close()
+
+
+def answer(capsys, *argv):
+    code = main.main(list(argv))
+    err = capsys.readouterr().err
+    assert code == 2 and err.startswith("error: "), err
+    return err.strip()
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--config.model.name=/no/such.gguf", "there is no such file"),
+        ("--config.loss.name=ppo", "loss.name is 'ppo'; allowed: grpo, dapo"),
+        ("--config.task.group=1", "task.group is 1; allowed: 2 or more"),
+        ("--config.optim.micro_batches=3", "optim.micro_batches is 3; allowed: divisors of 8"),
+        ("--config.task.max_prompt_length=5", "task.max_prompt_length = 5"),
+        ("--config.task.name=/no/such.jsonl", "no such file"),
+        ("--config.reward.functions=exact_numbr", "exact_number"),
+        ("--config.rollout.strategy=learned:2:1:9", "nodes must lie in"),
+        ("--config.rollout.controller=fast", "allowed: off, fixed, fastgrpo"),
+        ("--config.sampling.top_p=0", "sampling.top_p is 0.0; allowed: above 0"),
+        ("--config.sampling.temperature=nan", "sampling.temperature is nan"),
+        ("--config.sampling.stop_tokens=xyz", "exactly one token"),
+        ("--config.rollout.row_buckets=4,x", "rollout.row_buckets is '4,x'"),
+        ("--config.model.dtype=int8", "allowed: float32"),
+        ("--config.sampling.max_length=10", "sampling.max_length is 10"),
+        ("--config.drafter.kind=medusa", "allowed: fastgrpo, eagle, none"),
+        ("--config.rolout.n_max=3", "did you mean rollout.n_max?"),
+    ],
+)
+def test_bad_input_has_one_clear_error_before_any_work(capsys, tmp_path, flag, message):
+    extra = ["--config.rollout.controller=fixed"] if "strategy" in flag else []
+    workdir = tmp_path / "run"
+    err = answer(capsys, "--config=tiny", f"--workdir={workdir}", *extra, flag)
+    assert message in err
+    assert not (workdir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('boom')", "failed on 8 rows: ValueError: boom"),
+        ("return [1.0]", "gave 1 values for 8 rows"),
+        ("return [float('nan')] * len(completions)", "gave nan for row 0"),
+    ],
+)
+def test_a_reward_that_misbehaves_ends_the_run_with_its_name(capsys, tmp_path, body, message):
+    """B16 and its kin."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"def score(completions, answer):\n    {body}\n")
+    with pytest.raises(base.UserError, match="score") as caught:
+        loop.train(config(reward__functions=f"{path}:score"), tmp_path / "run")
+    assert message in str(caught.value)
+
+
+def test_none_rewards_teach_nothing_and_do_not_stop_the_run(tmp_path):
+    """B9 at the level of a run."""
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [None] * len(completions)\n")
+    loop.train(config(steps=1, reward__functions=f"{path}:score"), tmp_path / "run")
+    row = metrics.read(tmp_path / "run")[0]
+    assert row["reward"] is None
+    assert row["grad_norm"] == 0.0
+
+
+def test_an_unreadable_data_row_is_named_by_file_and_line(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n{"prompt": \n')
+    err = answer(capsys, "--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.task.name={path}")
+    assert "rows.jsonl" in err and "2" in err
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, straight):
+    other = config(drafter__kind="none")
+    manager = checkpoint.open_manager(straight, 2)
+    with pytest.raises(base.UserError, match="cannot be restored"):
+        checkpoint.restore(manager, setup_lib.first_state(other, setup_lib.prepare(other)))
+    manager.close()
