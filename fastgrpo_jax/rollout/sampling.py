@@ -12,7 +12,7 @@ much as a small model, while materialised noise and a blocked maximum cost a hun
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int, Integer, UInt
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _BLOCK = 128  # columns of the blocked maximum; a row of V falls into V / 128 block maxima
@@ -36,7 +36,7 @@ def threefry(key0, key1, x0, x1):
 
 
 def row_keys(
-    seed: int, step: int, places: Int[np.ndarray, " N"], samples: Int[np.ndarray, " N"]
+    seed: int, step: int, places: Integer[np.ndarray, " N"], samples: Integer[np.ndarray, " N"]
 ) -> UInt[Array, "N 2"]:
     """Derive each row's key from its address; places may need 64 bits, seeds too."""
 
@@ -100,7 +100,7 @@ def divisor(temperature: Float[Array, "*b"], dtype) -> Float[Array, "*b"]:
 
 
 def perturb(
-    logits: Float[Array, "*b V"], noise: Float[Array, "*b V"], temperature: Float[Array, "*b"]
+    logits: Float[Array, "*b V"], noise: Float[Array, "*#b V"], temperature: Float[Array, "*#b"]
 ) -> Float[Array, "*b V"]:
     """Compute logits / T + G; the noise is cast to the logits' dtype, and is 0 where T is 0."""
     scaled = logits / divisor(temperature, logits.dtype)[..., None]

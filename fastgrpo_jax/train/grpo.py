@@ -78,14 +78,12 @@ def advantages(rewards: Float[np.ndarray, "P G"], scale: str) -> Float[np.ndarra
         )
     if np.isinf(rewards).any():
         raise base.UserError(f"rewards hold {rewards[np.isinf(rewards)][0]}; allowed: finite")
-    scored = ~np.isnan(rewards)
     deviation = _deviations(rewards)
     if scale == "group":
         deviation /= group_std(rewards)[:, None] + STD_EPS
     if scale == "batch":
         deviation /= group_std(rewards.reshape(1, -1)) + STD_EPS
-    comparable = scored & (scored.sum(axis=1, keepdims=True) >= 2)
-    return np.where(comparable, deviation, 0).astype(np.float32)
+    return deviation.astype(np.float32)
 
 
 def group_std(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, " P"]:

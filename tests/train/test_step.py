@@ -48,12 +48,12 @@ def new_state(config):
 
 
 def batch(**changes):
-    """Unequal lengths; row 1 has a one-token prompt, row 3 no response at all."""
+    """Unequal lengths; row 1 has a one-token prompt, row 3 no response, its places reaching beyond T."""
     rng = np.random.default_rng(0)
     values = dict(
         tokens=jnp.asarray(rng.integers(0, V, (N, T)), jnp.int32),
-        prompt_length=jnp.array([3, 1, 4, 5], jnp.int32),
-        length=jnp.array([9, 4, 10, 5], jnp.int32),
+        prompt_length=jnp.array([3, 1, 4, 9], jnp.int32),
+        length=jnp.array([9, 4, 10, 9], jnp.int32),
         logps=jnp.asarray(rng.normal(-3, 0.1, (N, T)), jnp.float32),
         advantages=jnp.array([1.0, -0.5, 0.25, 3.0], jnp.float32),
         temperature=jnp.array([1.0, 0.6, 0.0, 1.0], jnp.float32),
@@ -84,6 +84,7 @@ def with_reference(name, beta):
     return config, state
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def body(config, params, tokens):
     """Run the policy over whole rows; returns features, positions and mask."""
     rows, count = tokens.shape
