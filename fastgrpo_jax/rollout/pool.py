@@ -44,14 +44,17 @@ def _compile(pool, key, function, static, args):
     program = function.lower(*merged).compile()
     pool.seconds += time.perf_counter() - began
     pool.unexpected += key not in pool.expected
-    pool.bytes += _code_bytes(program)
+    pool.bytes += _held_bytes(program)
     return program
 
 
-def _code_bytes(program) -> int:
-    """Size a program's code; where the backend does not tell (CPU), that of its serialised form."""
-    size = program.memory_analysis().generated_code_size_in_bytes
-    return size or len(program.runtime_executable().serialize())
+def _held_bytes(program) -> int:
+    """Size a program's code and temporary buffers, as the compiler reports them.
+
+    The CPU backend reports no code size, so there it is the buffers alone.
+    """
+    stats = program.memory_analysis()
+    return stats.generated_code_size_in_bytes + stats.temp_size_in_bytes
 
 
 def describe(pool: Pool) -> dict[str, float]:
