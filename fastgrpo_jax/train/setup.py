@@ -81,7 +81,9 @@ def prepare(c) -> Setup:
         step=step_lib.StepConfig(
             policy=model.config,
             eagle=head if c.drafter.train else None,
-            max_response=c.sampling.max_response_length,
+            max_response=limits.response,
+            max_prompt=limits.prompt,
+            group=c.task.group,
             head_chunk=c.loss.head_chunk,
             micro_batches=c.optim.micro_batches,
             remat=c.optim.remat,

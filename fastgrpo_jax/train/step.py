@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, head, layers, policy
-from fastgrpo_jax.train import distill, grpo, optim
+from fastgrpo_jax.train import distill, grpo, layout, optim
+from fastgrpo_jax.train.layout import Places, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,9 @@ class StepConfig:
 
     Attributes:
       eagle: the drafter to train; None leaves the state's drafter (if any) alone.
-      max_response: most response tokens of a row; any beyond would not be trained on.
+      max_response: most response tokens of a sequence; any beyond would not be trained on.
+      max_prompt: most prompt tokens; 0 allows any that leaves room for a response.
+      group: sequences that follow one another and share a prompt.
       head_chunk: tokens whose logits exist at one time.
       micro_batches: parts that the rows are split into; the gradient is the same.
       remat: recompute layers in the backward pass.
@@ -44,43 +47,16 @@ class StepConfig:
     drafter_optim: optim.OptimConfig
     distill: distill.DistillConfig
     max_response: int
+    max_prompt: int = 0
+    group: int = 1
     head_chunk: int = 256
     micro_batches: int = 1
     remat: bool = False
 
     def __post_init__(self):
-        for field in ("max_response", "head_chunk", "micro_batches"):
+        for field in ("max_response", "group", "head_chunk", "micro_batches"):
             if getattr(self, field) < 1:
                 raise base.UserError(f"{field} is {getattr(self, field)}; allowed: 1 or more")
-
-
-class StepBatch(NamedTuple):
-    """What a step trains on. Rows with length == prompt_length contribute nothing.
-
-    tokens: prompt then response, from position 0; what follows `length` is never read.
-    logps: the rollout's log-prob of each token, 0 on prompts.
-    temperature: that the row was sampled at; 0 counts as 1.
-    """
-
-    tokens: Int[Array, "N T"]
-    prompt_length: Int[Array, " N"]
-    length: Int[Array, " N"]
-    logps: Float[Array, "N T"]
-    advantages: Float[Array, " N"]
-    temperature: Float[Array, " N"]
-
-
-class Places(NamedTuple):
-    """The response tokens of each row, R = min(max_response, T) places.
-
-    position: of the token in its row; clipped to the row where `mask` is False.
-    drafter_weights: as `weights`, 0 also for a token that no drafter pair precedes.
-    """
-
-    position: Int[Array, "N R"]
-    mask: Bool[Array, "N R"]
-    weights: Float[Array, "N R"]
-    drafter_weights: Float[Array, "N R"]
 
 
 class Terms(NamedTuple):
@@ -145,7 +121,7 @@ def gradients(
         raise base.UserError(
             f"optim.micro_batches is {parts}, but a step has {rows} rows; allowed: divisors of {rows}"
         )
-    places = locate(config, batch)
+    places = layout.locate(batch, config.max_response, config.loss.name)
     trained = (state.params, state.drafter if config.eagle else None)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
@@ -166,20 +142,6 @@ def gradients(
     zeros = jax.tree.map(jnp.zeros_like, trained)
     grads, terms = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, places)))
     return *grads, jax.tree.map(join, terms), places
-
-
-def locate(config: StepConfig, batch: StepBatch) -> Places:
-    """Find the response tokens by position, never by value, and weigh them over the batch."""
-    last = batch.tokens.shape[1] - 1
-    offset = jnp.arange(min(config.max_response, last + 1), dtype=jnp.int32)
-    position = batch.prompt_length[:, None] + offset
-    mask = position < batch.length[:, None]
-    return Places(
-        position=jnp.clip(position, 0, last),
-        mask=mask,
-        weights=grpo.token_weights(mask, config.loss.name),
-        drafter_weights=grpo.token_weights(mask & (position >= 2), "grpo"),
-    )
 
 
 def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
@@ -209,17 +171,19 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
 
 
 def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
-    """Compute both losses of some rows; returns their sum and the terms."""
+    """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
-    features = _forward(config, params, batch.tokens)
-    ahead = _at(features, places.position - 1)  # predicts the response token
+    shape = _shape(config, batch)
+    features, ahead = _forward(config, params, batch, places, shape)
     next_feature = hidden = None
     if drafter is not None:
-        next_feature, hidden = _draft(config, params, drafter, features, batch.tokens, places)
+        next_feature, hidden = _draft(
+            config, params, drafter, features, ahead, batch, places, shape
+        )
     scores = _score(config, params, ahead, batch, places, hidden)
     reference_logps = None
     if reference is not None:
-        ahead_reference = _at(_forward(config, reference, batch.tokens), places.position - 1)
+        ahead_reference = _forward(config, reference, batch, places, shape)[1]
         reference_logps = jax.lax.stop_gradient(
             _score(config, reference, ahead_reference, batch, places, None).logps
         )
@@ -243,23 +207,55 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
     return loss + drafter_loss, Terms(loss, drafter_loss, scores.logps, scores.entropy, terms)
 
 
-def _forward(config: StepConfig, params: base.Params, tokens) -> Float[Array, "N T E"]:
-    """Run the body over whole rows. Padding comes last, so the causal mask hides it."""
-    body = policy.Policy(config.policy, config.remat)
-    return body.apply({"params": params}, tokens, *_causal(*tokens.shape))[0]
+class _Shape(NamedTuple):
+    """Static shape of the rows: places of the prompt, responses per row."""
+
+    width: int
+    responses: int
 
 
-def _draft(config: StepConfig, params, drafter, features, tokens, places: Places):
-    """Run the drafter over all pairs; returns its outputs for each response token.
-
-    A token at position i is drafted from pair i - 2 = (f_{i-2}, embedding of x_{i-1}).
-    """
-    embeds = policy.embed(params["embed"], tokens[:, 1:], features.dtype)
-    inputs = jax.lax.stop_gradient((features[:, :-1], embeds))
-    outputs = eagle.Eagle(config.eagle).apply(
-        {"params": drafter}, *inputs, *_causal(*embeds.shape[:2])
+def _shape(config: StepConfig, batch: StepBatch) -> _Shape:
+    count, span = batch.tokens.shape
+    width = min(config.max_prompt or span - 1, span)
+    if count % config.group:
+        return _Shape(width, 1)  # a micro-batch that cuts groups apart
+    together = layout.responses_per_row(
+        config.policy, config.group, width, min(config.max_response, span)
     )
-    return tuple(_at(x, places.position - 2) for x in outputs[:2])
+    return _Shape(width, together)
+
+
+def _forward(config: StepConfig, params, batch, places, shape: _Shape):
+    """Run the body; returns all features [A, X, E] and those that predict responses [N, R, E]."""
+    context = batch.prompt_length[:: shape.responses]
+    rows = layout.rows(context, *shape, places.position.shape[1])
+    tokens = layout.tokens(batch, places, *shape)
+    body = policy.Policy(config.policy, config.remat)
+    features, _ = body.apply({"params": params}, tokens, rows.positions, rows.mask)
+    ahead = layout.take(features, rows.before)
+    return features, layout.per_sequence(ahead, batch.tokens.shape[0])
+
+
+def _draft(config: StepConfig, params, drafter, features, ahead, batch, places, shape: _Shape):
+    """Run the drafter over all pairs; returns its outputs for each response token [N, R, E].
+
+    Pair t is (f_t, embedding of x_{t+1}), so a response's own pairs begin at the prompt's last
+    feature, and the prompt has one pair fewer than tokens. The token at position i is drafted
+    from pair i - 2, the one before the pair that ends in it.
+    """
+    count, spots = places.position.shape
+    rows = layout.rows(
+        batch.prompt_length[:: shape.responses] - 1, shape.width - 1, shape.responses, spots
+    )
+    tokens = layout.tokens(batch, places, *shape)[:, 1:]
+    embeds = policy.embed(params["embed"], tokens, features.dtype)
+    own = ahead.reshape(features.shape[0], -1, features.shape[-1])
+    joined = jnp.concatenate([features[:, : shape.width - 1], own], axis=1)
+    inputs = jax.lax.stop_gradient((joined, embeds))
+    outputs = eagle.Eagle(config.eagle).apply(
+        {"params": drafter}, *inputs, rows.positions, rows.mask
+    )
+    return tuple(layout.per_sequence(layout.take(x, rows.before), count) for x in outputs[:2])
 
 
 def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
@@ -294,12 +290,34 @@ def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> 
     return metrics
 
 
-def _causal(rows: int, tokens: int) -> tuple[Int[Array, "N T"], Bool[Array, "N T T"]]:
-    place = jnp.arange(tokens, dtype=jnp.int32)
-    mask = place[:, None] >= place
-    return jnp.broadcast_to(place, (rows, tokens)), jnp.broadcast_to(mask, (rows, tokens, tokens))
+class DistillState(NamedTuple):
+    """A drafter in training on its own; donated to each step."""
+
+    params: base.Params
+    opt_state: Any
 
 
-def _at(x: Float[Array, "N T E"], position: Int[Array, "N R"]) -> Float[Array, "N R E"]:
-    """Take places of each row; one before the row's first gives the first, and must be masked."""
-    return jnp.take_along_axis(x, jnp.maximum(position, 0)[..., None], axis=1)
+def init_distill(config: StepConfig, drafter: base.Params) -> DistillState:
+    """Make the first state of `make_distill_step`; it owns the arrays from then on."""
+    return DistillState(drafter, optim.make_optimizer(config.drafter_optim).init(drafter))
+
+
+def make_distill_step(config: StepConfig):
+    """Compile on first use (policy params, state, batch) -> (state, loss): the drafter alone.
+
+    The loss and the update are those of the fused step; the policy is read and not trained.
+    """
+    return jax.jit(functools.partial(_distill_step, config), donate_argnums=1)
+
+
+def _distill_step(config: StepConfig, params, state: DistillState, batch: StepBatch):
+    places = layout.locate(batch, config.max_response, config.loss.name)
+
+    def loss_of(drafter):
+        terms = _losses(config, (params, drafter), None, batch, places)[1]
+        return terms.drafter_loss
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    optimizer = optim.make_optimizer(config.drafter_optim)
+    new = optim.guarded_update(optimizer, loss, grads, state.params, state.opt_state)
+    return DistillState(new.params, new.opt_state), loss

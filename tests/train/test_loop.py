@@ -69,7 +69,8 @@ def test_two_steps_and_two_more_equal_four_bit_for_bit(straight, tmp_path):
     assert timeless(tmp_path) == timeless(straight)
     assert_same(final_state(config(), tmp_path), final_state(config(), straight))
     rows = [
-        (w / "completions.jsonl").read_text().splitlines() for w in (straight, pathlib.Path(tmp_path))
+        (w / "completions.jsonl").read_text().splitlines()
+        for w in (straight, pathlib.Path(tmp_path))
     ]
     assert rows[0] == rows[1]
 
@@ -241,7 +242,9 @@ def test_none_rewards_teach_nothing_and_do_not_stop_the_run(tmp_path):
 def test_an_unreadable_data_row_is_named_by_file_and_line(capsys, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n{"prompt": \n')
-    err = answer(capsys, "--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.task.name={path}")
+    err = answer(
+        capsys, "--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.task.name={path}"
+    )
     assert "rows.jsonl" in err and "2" in err
 
 

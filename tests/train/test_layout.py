@@ -1,0 +1,138 @@
+"""A prompt that is read once for its group teaches what a prompt read per sequence teaches."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle, policy
+from fastgrpo_jax.train import distill, grpo, layout, optim, step
+
+V, G, LP, R = 31, 3, 6, 4
+POLICY = base.PolicyConfig(
+    vocab=V, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, max_positions=64,
+    dtype="float64",
+)  # fmt: skip
+
+
+def config(kind="fastgrpo", **changes):
+    return step.StepConfig(
+        policy=POLICY,
+        eagle=eagle.config_for(POLICY, kind),
+        loss=grpo.LossConfig(kl_beta=0.3),
+        optim=optim.OptimConfig(),
+        drafter_optim=optim.OptimConfig(),
+        distill=distill.DistillConfig(),
+        max_response=R,
+        max_prompt=LP,
+        **changes,
+    )
+
+
+def batch(prompt_lengths=(6, 3)):
+    """Groups of three with unequal responses: full, short, and none at all."""
+    rng = np.random.default_rng(1)
+    prompts = np.repeat(prompt_lengths, G).astype(np.int32)
+    tokens = rng.integers(0, V, (len(prompts), LP + R)).astype(np.int32)
+    for i, length in enumerate(prompts):
+        tokens[i, :length] = tokens[i // G * G, :length]
+    return layout.StepBatch(
+        tokens=jnp.asarray(tokens),
+        prompt_length=jnp.asarray(prompts),
+        length=jnp.asarray(prompts + np.array([4, 1, 0, 3, 4, 2], np.int32)),
+        logps=jnp.zeros(tokens.shape, jnp.float32),
+        advantages=jnp.asarray(rng.normal(size=len(prompts)), jnp.float32),
+        temperature=jnp.full(len(prompts), 0.7, jnp.float32),
+    )
+
+
+def state(c):
+    params = jax.tree.map(
+        lambda x: x * 10 if x.ndim > 1 else x, policy.init(jax.random.key(0), POLICY)
+    )
+    drafter = eagle.init(jax.random.key(1), c.eagle)
+    made = step.init_state(c, params, drafter)
+    return made._replace(reference=jax.tree.map(lambda x: x * 0.9, made.params))
+
+
+gradients = jax.jit(step.gradients, static_argnums=0)
+
+
+@pytest.mark.parametrize("kind", eagle.KINDS)
+def test_losses_and_gradients_are_the_same_with_prompts_shared_and_apart(kind):
+    apart, shared = config(kind), config(kind, group=G)
+    assert layout.responses_per_row(POLICY, G, LP, R) == G  # so that sharing is what is tested
+    b = batch()
+    expected, found = (gradients(c, state(c), b) for c in (apart, shared))
+    assert float(expected[2].loss) != 0 and float(expected[2].drafter_loss) != 0
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), expected, found
+    )
+
+
+def test_a_prompt_of_one_token_shares_too():
+    b = batch((6, 1))
+    expected, found = (gradients(c, state(c), b) for c in (config(), config(group=G)))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), expected, found
+    )
+
+
+def test_micro_batches_of_whole_groups_and_of_cut_ones_give_the_same_gradient():
+    """C1 for both layouts: 2 parts hold a group each, 3 parts cut them."""
+    b = batch()
+    c = config(group=G)
+    expected = gradients(c, state(c), b)[:2]
+    for parts in (2, 3):
+        found = gradients(dataclasses.replace(c, micro_batches=parts), state(c), b)[:2]
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12), expected, found
+        )
+
+
+def test_rows_are_laid_out_as_drawn_by_hand():
+    """One prompt of 2 real places in 3, two responses of 2."""
+    rows = layout.rows(jnp.array([2], jnp.int32), 3, 2, 2)
+    assert rows.positions.tolist() == [[0, 1, 2, 2, 3, 2, 3]]
+    assert rows.before.tolist() == [[1, 3, 1, 5]]
+    assert rows.mask[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],  # the prompt's padding, which nothing else sees
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_long_responses_get_rows_of_their_own():
+    """Attention of a shared row is over all responses at once, which long ones make dear."""
+    shape = dataclasses.replace(
+        POLICY, hidden=576, heads=9, kv_heads=3, head_dim=64, ffn=1536
+    )  # SmolLM2-135M
+    assert layout.responses_per_row(shape, 8, 40, 24) == 8
+    assert layout.responses_per_row(shape, 8, 40, 4096) == 1
+
+
+def test_the_drafter_alone_learns_by_the_fused_steps_gradient():
+    c = config(group=G)
+    b, start = batch(), state(c)
+    before = jax.tree.map(np.array, start)
+    _, expected, terms, _ = gradients(c, start, b)
+    distil = step.make_distill_step(c)
+    new, loss = distil(start.params, step.init_distill(c, start.drafter), b)
+    np.testing.assert_allclose(loss, terms.drafter_loss, rtol=1e-9)
+    optimizer = optim.make_optimizer(c.drafter_optim)
+    update = optim.guarded_update(
+        optimizer, loss, expected, before.drafter, optimizer.init(before.drafter)
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9),
+        update.params,
+        new.params,
+    )
+    jax.tree.map(np.testing.assert_array_equal, before.params, jax.tree.map(np.array, start.params))
