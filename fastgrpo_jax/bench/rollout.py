@@ -129,9 +129,9 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params]:
             args.task, seed=args.seed + 1 + i, shuffle=False, max_operand=20, max_terms=5
         )
         prompts = common.chat_prompts(bench.model, task, 1, bench.limits.prompt)
-        batches.append(_player(bench, "plain", 8, prompts)(1000 + i).batch)
+        batches.append(_player(bench, "plain", 8, prompts, 8)(1000 + i).batch)
     config, params, loss = common.train_drafter(
-        bench.model, args.kind, batches, int(steps), args.temperature, args.seed
+        bench.model, args.kind, batches, int(steps), args.temperature, args.seed, 8
     )
     common.say(f"trained the drafter for {steps} steps on {len(batches)} rollouts: loss {loss:.3f}")
     return config, params
@@ -161,10 +161,11 @@ def _oracle_controller(bench: Bench, method: str) -> strategy.Controller:
     return strategy.Controller(method, lambda rows, block: swap(rows), lambda rows: (swap(rows),))
 
 
-def _player(bench: Bench, method: str, rows: int, prompts) -> Callable[[int], generate.Rollout]:
+def _player(
+    bench: Bench, method: str, rows: int, prompts, group: int
+) -> Callable[[int], generate.Rollout]:
     """Make the function that runs one rollout of a method; its argument varies the noise."""
     args = bench.args
-    group = min(args.group, rows)
     oracle = args.drafter.startswith("oracle:") and method in ("eagle2_fixed", "fastgrpo")
     drafter = "ngram" if method == "ngram" else "learned"
     controller = (
@@ -184,12 +185,14 @@ def _player(bench: Bench, method: str, rows: int, prompts) -> Callable[[int], ge
     engine.keep_finished = method == "plain_nodrop"
     weights = bench.weights if learned else bench.weights._replace(eagle=None)
 
+    plain = _player(bench, "plain", rows, prompts, group) if oracle else None
+
     def play(noise: int) -> generate.Rollout:
         request = generate.Request(prompts, tuple(range(len(prompts))), args.seed, noise)
         settings = generate.Settings(args.temperature)
         used = weights
         if oracle:
-            known = _player(bench, "plain", rows, prompts)(noise).batch
+            known = plain(noise).batch
             accept = jnp.float32(float(args.drafter.partition(":")[2]))
             tokens = np.where(
                 np.arange(known.tokens.shape[1]) < known.length[:, None], known.tokens, -1
@@ -214,7 +217,7 @@ def _measure(bench: Bench, rows: int, methods) -> list[dict]:
                 bench.model, prompts, group, bench.args, bench.limits.response
             )
             continue
-        play = _player(bench, method, rows, prompts)
+        play = _player(bench, method, rows, prompts, group)
 
         def timed(noise: int, play=play, method=method) -> float:
             done = last[method] = play(noise)

@@ -9,7 +9,7 @@ from fastgrpo_jax.configs import default
 
 def get_config():
     c = default.get_config()
-    c.steps = 40
+    c.steps = 30
     c.model.name = "smollm2-135m"
     c.task.name = "addition"
     c.task.prompts_per_step = 8
@@ -17,8 +17,7 @@ def get_config():
     c.task.max_prompt_length = 40  # the template and the question
     c.sampling.temperature = 0.7  # at 1.0 this model is right 3 times in 100, at 0.7 33
     c.sampling.max_response_length = 20
-    c.rollout.controller = "fixed"
-    c.rollout.strategy = "learned:2:1:3"
+    c.rollout.controller = "fastgrpo"
     c.rollout.row_buckets = "4,8,16,32"
     c.rollout.slot_step = 64
     c.rollout.block_rounds = 8

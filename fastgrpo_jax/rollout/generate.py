@@ -140,12 +140,12 @@ def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequenc
     rows = count * group
     tokens = np.full((rows, engine.max_length), -1, np.int32)
     length = np.repeat([len(p) for p in request.prompts], group).astype(np.int32)
+    longest = min(limits.prompt, limits.total - 1)
     for i, prompt in enumerate(request.prompts):
-        if not 1 <= len(prompt) <= min(limits.prompt, engine.max_length - 1):
+        if not 1 <= len(prompt) <= longest:
             raise base.UserError(
                 f"prompt at place {request.places[i]} has {len(prompt)} tokens; allowed: 1 to "
-                f"{min(limits.prompt, engine.max_length - 1)} (task.max_prompt_length, and one "
-                "less than sampling.max_length)"
+                f"{longest} (task.max_prompt_length, and one less than sampling.max_length)"
             )
         tokens[i * group : (i + 1) * group, : len(prompt)] = prompt
     zeros = np.zeros((rows, engine.max_length), np.float32)

@@ -1,0 +1,104 @@
+"""The benches run from their command line and write the frame that other tools parse."""
+
+import json
+
+import pytest
+
+from fastgrpo_jax.bench import __main__ as bench
+from fastgrpo_jax.bench import lossless
+
+FRAME = {"suite", "device", "versions", "model", "seed", "rows", "summary"}
+
+
+def run(tmp_path, *argv):
+    out = tmp_path / "out.json"
+    assert bench.main([*argv, f"--out={out}"]) == 0
+    result = json.loads(out.read_text())
+    assert FRAME <= result.keys()
+    return result
+
+
+def test_lossless_compares_every_token_and_finds_no_difference(tmp_path):
+    result = run(
+        tmp_path, "lossless", "--quick", "--cases=oracle tree,switching", "--train_steps=4"
+    )
+    summary = result["summary"]
+    assert summary["mismatched_tokens"] == summary["diverged_rows"] == 0
+    assert summary["rollouts"] == 4 * 8 and summary["strategies"] == 2
+    assert summary["tokens"] > 4 * 8 * 8
+    assert all(row["accepted_share"] > 0.2 for row in result["rows"])
+
+
+def test_a_difference_is_counted_and_a_near_tie_is_told_from_a_wrong_token():
+    """The bench must be able to fail: change a token and see it counted."""
+    import argparse
+
+    import jax
+    import numpy as np
+
+    args = argparse.Namespace(
+        dtype="float32", seed=0, prompts=1, group=2, tokens=6, model="tiny", train_steps=0
+    )
+    opened = lossless._open(args)
+    _, plain = lossless._decode(opened, None, {}, {}, 1.0)
+    same = lossless._compare(opened, plain, plain, 1.0)
+    assert same["mismatched_tokens"] == same["diverged_rows"] == 0
+    other = jax.tree.map(np.copy, plain)
+    at = int(plain.prompt_length[0]) + 2
+    other.tokens[0, at] = (other.tokens[0, at] + 1) % 90
+    wrong = lossless._compare(opened, plain, other, 1.0)
+    assert wrong["mismatched_tokens"] == 1 and wrong["diverged_rows"] == 1
+    # Were any gap allowed, only the runner-up would pass as a tie, not just any token.
+    lossless.GAP["float32"], before = 1e9, lossless.GAP["float32"]
+    try:
+        found = set()
+        for token in range(100):
+            other.tokens[0, at] = token
+            certified, gap = lossless._near_tie(opened, plain, other, 0, at, 1.0)
+            if certified:
+                found.add((token, gap))
+        assert len(found) == 1 and next(iter(found))[1] > 0
+    finally:
+        lossless.GAP["float32"] = before
+
+
+def test_rollout_measures_every_method_against_both_baselines(tmp_path):
+    result = run(
+        tmp_path, "rollout", "--quick", "--rows=4", "--group=2", "--tokens=8", "--c_peak=16",
+        "--methods=plain_nodrop,plain,eagle2_fixed,fastgrpo,ngram", "--lengths=natural",
+        "--fixed=learned:2:2:4",
+    )  # fmt: skip
+    methods = [row["method"] for row in result["rows"]]
+    assert methods == ["plain_nodrop", "plain", "eagle2_fixed", "fastgrpo", "ngram"]
+    for row in result["rows"]:
+        assert {
+            "rows",
+            "tok_s",
+            "ratio_vs_plain",
+            "ratio_vs_nodrop",
+            "accept_length",
+            "spread",
+        } <= (row.keys())
+        assert row["tok_s"] > 0
+    assert result["rows"][1]["ratio_vs_plain"] == 1.0
+    assert result["rows"][2]["accept_length"] >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["rollout", "--methods=plain,fast"], "'fast'"),
+        (["rollout", "--rows=0"], "allowed: 1,8,32"),
+        (["lossless", "--cases=tree"], "allowed: fastgrpo chain"),
+        (["rollout", "--model=/no/such.gguf"], "no such file"),
+    ],
+)
+def test_bad_options_have_one_clear_error(tmp_path, capsys, argv, message):
+    assert bench.main([*argv, f"--out={tmp_path / 'x.json'}"]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_an_unknown_suite_lists_the_suites(capsys):
+    assert bench.main(["speed"]) == 2
+    assert "lossless, rollout" in capsys.readouterr().err
