@@ -20,12 +20,12 @@ def run(tmp_path, *argv):
 
 def test_lossless_compares_every_token_and_finds_no_difference(tmp_path):
     result = run(
-        tmp_path, "lossless", "--quick", "--cases=oracle tree,switching", "--train_steps=4"
+        tmp_path, "lossless", "--quick", "--cases=oracle tree", "--train_steps=1"
     )
     summary = result["summary"]
     assert summary["mismatched_tokens"] == summary["diverged_rows"] == 0
-    assert summary["rollouts"] == 4 * 8 and summary["strategies"] == 2
-    assert summary["tokens"] > 4 * 8 * 8
+    assert summary["rollouts"] == 2 * 8 and summary["strategies"] == 1
+    assert summary["tokens"] > 2 * 8 * 8
     assert all(row["accepted_share"] > 0.2 for row in result["rows"])
 
 
@@ -64,12 +64,12 @@ def test_a_difference_is_counted_and_a_near_tie_is_told_from_a_wrong_token():
 
 def test_rollout_measures_every_method_against_both_baselines(tmp_path):
     result = run(
-        tmp_path, "rollout", "--quick", "--rows=4", "--group=2", "--tokens=8", "--c_peak=16",
-        "--methods=plain_nodrop,plain,eagle2_fixed,fastgrpo,ngram", "--lengths=natural",
+        tmp_path, "rollout", "--quick", "--rows=2", "--group=2", "--tokens=8", "--c_peak=16",
+        "--methods=plain_nodrop,plain,eagle2_fixed,ngram", "--lengths=natural",
         "--fixed=learned:2:2:4",
     )  # fmt: skip
     methods = [row["method"] for row in result["rows"]]
-    assert methods == ["plain_nodrop", "plain", "eagle2_fixed", "fastgrpo", "ngram"]
+    assert methods == ["plain_nodrop", "plain", "eagle2_fixed", "ngram"]
     for row in result["rows"]:
         assert {
             "rows",
