@@ -7,8 +7,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
+import jax
+import jaxtyping
 
 jaxtyping.install_import_hook("fastgrpo_jax", "beartype.beartype")
 jax.config.update("jax_enable_x64", True)  # the lossless law is exact in float64

@@ -15,6 +15,15 @@ def get_config():
 """
 
 
+# A config that does not start from the defaults.
+SCRATCH = """
+from ml_collections import config_dict
+
+def get_config():
+    return config_dict.ConfigDict({})
+"""
+
+
 def flat(config, prefix=""):
     out = {}
     for key, value in config.items():
@@ -63,8 +72,10 @@ def test_configs_of_two_loads_share_nothing():
 
 @pytest.mark.parametrize(
     "text, expected",
-    [("false", False), ("False", False), ("FALSE", False), ("0", False)]
-    + [("true", True), ("True", True), ("1", True)],
+    [
+        *((text, False) for text in ("false", "False", "FALSE", "0")),
+        *((text, True) for text in ("true", "True", "TRUE", "1")),
+    ],
 )
 def test_the_text_false_is_false(text, expected):
     """D14: for a key that is true by default and for one that is false."""
@@ -136,7 +147,7 @@ def test_a_key_like_no_other_is_refused_without_a_guess():
 
 def test_a_group_is_no_key():
     message = refused(set_to, "optim", "1")
-    assert "optim is a group of keys" in message and "optim.learning_rate" in message
+    assert "optim is a group of keys" in message and "such as optim." in message
     assert "no key optim.learning_rate.x" in refused(set_to, "optim.learning_rate.x", "1")
 
 
@@ -156,6 +167,12 @@ def test_the_command_line_overrides_the_config_which_overrides_the_defaults():
     expected = flat(configs.load("tiny")) | {"steps": 9, "task.chat": False}
     assert flat(config) == expected
     assert expected["task.group"] != default.get_config().task.group
+
+
+def test_the_last_of_a_repeated_flag_counts():
+    argv = ["--config=demo", "--config=tiny", "--config.steps=3", "--config.steps=4"]
+    config, _ = configs.from_command_line([*argv, "--workdir=w"])
+    assert flat(config) == flat(configs.load("tiny")) | {"steps": 4}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +206,7 @@ def test_a_file_is_a_config(tmp_path):
     "text, named",
     [
         ("x = 1", "get_config"),
+        (GOOD.replace("return c", "pass"), "get_config"),
         ("def get_config(:", "SyntaxError"),
         ("import no_such_module_anywhere", "no_such_module_anywhere"),
         (GOOD.replace("c.steps = 7", "c.stesp = 7"), "did you mean steps?"),
@@ -196,26 +214,25 @@ def test_a_file_is_a_config(tmp_path):
         (GOOD.replace("c.steps = 7", "c.steps = 'x'"), "TypeError"),
         (GOOD.replace("c.steps = 7", "del c.steps"), "lacks steps"),
         (GOOD.replace("c.steps = 7", "del c.optim"), "lacks optim.b1"),
-        (
-            "from fastgrpo_jax import base\ndef get_config():\n    raise base.UserError('mine')",
-            "mine",
-        ),
-        (
-            "from ml_collections import config_dict\ndef get_config():\n"
-            "    return config_dict.ConfigDict({'steps': 3})",
-            "lacks",
-        ),
-        (
-            "from ml_collections import config_dict\ndef get_config():\n"
-            "    return config_dict.ConfigDict({'steps': 'many'})",
-            "steps is 'many'",
-        ),
+        (SCRATCH.format({"steps": 3}), "lacks"),
+        (SCRATCH.format({"steps": "many"}), "steps is 'many'"),
+        (SCRATCH.format({"steps": 7.5}), "steps is 7.5"),
+        (SCRATCH.format({"steps": True}), "steps is True"),
+        (SCRATCH.format({"sampling": {"top_p": True}}), "sampling.top_p is True"),
+        (SCRATCH.format({"drafter": {"train": "no"}}), "drafter.train is 'no'"),
+        (SCRATCH.format({"drafter": 1}), "drafter is a group of keys"),
     ],
 )
 def test_a_file_that_is_no_config_has_one_clear_error(tmp_path, text, named):
     assert named in refused(configs.load, file(tmp_path, text))
 
 
+def test_a_files_own_refusal_is_passed_on_as_it_is(tmp_path):
+    text = "from fastgrpo_jax import base\ndef get_config():\n    raise base.UserError('mine')"
+    assert refused(configs.load, file(tmp_path, text)) == "mine"
+
+
 def test_a_missing_file_is_named(tmp_path):
     path = str(tmp_path / "absent.py")
-    assert path in refused(configs.load, path)
+    message = refused(configs.load, path)
+    assert path in message and "no such file" in message

@@ -78,6 +78,9 @@ def run(args) -> int:
         raise base.UserError(
             "--methods=hf_generate needs torch: pip install 'fastgrpo-jax[parity]'"
         )
+    accept = args.drafter.removeprefix("oracle:")
+    if args.drafter != accept and not accept.replace(".", "", 1).isdecimal():
+        raise base.UserError(f"--drafter is {args.drafter!r}; allowed: oracle:0.8 and the like")
     sizes = common.integers(args.rows)
     bench = _open(args, sizes, methods)
     table = []

@@ -36,11 +36,16 @@ def load(name: str) -> config_dict.ConfigDict:
             f"--config is {name!r}{_hint(name, names())}; allowed: {', '.join(names())}, or a "
             "path that ends in .py"
         )
+    if not isinstance(config, config_dict.ConfigDict):
+        raise base.UserError(
+            f"config {name}: get_config() gives {type(config).__name__}; allowed: a ConfigDict, "
+            "as fastgrpo_jax.configs.default.get_config() makes it"
+        )
     allowed = _paths(default.get_config())
     for path, value in _paths(config).items():
         if path not in allowed:
             raise base.UserError(f"config {name}: {_unknown(path, allowed)}")
-        _convert(path, value, allowed[path])
+        _set(config, path, _convert(path, value, allowed[path]))
     missing = sorted(set(allowed) - set(_paths(config)))
     if missing:
         raise base.UserError(
@@ -58,10 +63,7 @@ def override(config: config_dict.ConfigDict, path: str, text: str) -> None:
     allowed = _paths(config)
     if path not in allowed:
         raise base.UserError(f"--config.{path}: {_unknown(path, allowed)}")
-    *folders, leaf = path.split(".")
-    for folder in folders:
-        config = config[folder]
-    config[leaf] = _convert(path, text, allowed[path])
+    _set(config, path, _convert(path, text, allowed[path]))
 
 
 def from_command_line(argv: list[str]) -> tuple[config_dict.ConfigDict, str]:
@@ -94,7 +96,7 @@ def from_command_line(argv: list[str]) -> tuple[config_dict.ConfigDict, str]:
     return config, workdir
 
 
-def _from_file(path: pathlib.Path) -> config_dict.ConfigDict:
+def _from_file(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise base.UserError(f"--config is {str(path)!r}: there is no such file")
     spec = importlib.util.spec_from_file_location("fastgrpo_user_config", path)
@@ -121,6 +123,14 @@ def _paths(config: config_dict.ConfigDict, prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def _set(config: config_dict.ConfigDict, path: str, value: Any) -> None:
+    *folders, leaf = path.split(".")
+    for folder in folders:
+        config = config[folder]
+    with config.ignore_type():  # the file's own type may be another: 7.0 where 7 is meant
+        config[leaf] = value
+
+
 def _convert(path: str, value: Any, like: Any) -> Any:
     """Read a value as the type of the default; "false" is False, 3 is a float where one is due."""
     kind = type(like)
@@ -134,7 +144,7 @@ def _convert(path: str, value: Any, like: Any) -> Any:
         if kind is int and not isinstance(value, str) and int(value) != value:
             raise ValueError
         return kind(value)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         allowed = "true or false" if kind is bool else f"a value of type {kind.__name__}"
         raise base.UserError(f"{path} is {value!r}; allowed: {allowed}") from error
 

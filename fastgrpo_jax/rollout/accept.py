@@ -47,5 +47,5 @@ def cut(
     is_stop &= index < jnp.minimum(verdict.count, room)[:, None]
     stopped = is_stop.any(axis=1)
     end = jnp.where(stopped, jnp.argmax(is_stop, axis=1) + 1, verdict.count)
-    count = jnp.clip(end, 0, room).astype(verdict.count.dtype)
+    count = jnp.minimum(end, room).astype(verdict.count.dtype)
     return verdict._replace(count=count), stopped

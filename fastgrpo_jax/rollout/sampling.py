@@ -108,7 +108,8 @@ def perturb(
 
 
 def _ordered(x):
-    """Map floats to integers of the same order."""
+    """Map floats to integers of the same order; -0 and 0 to the same one."""
+    x = jnp.where(x == 0, 0, x)
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"int{x.dtype.itemsize * 8}"))
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
@@ -128,9 +129,9 @@ def _largest_threshold(keys, enough):
         middle = (low & high) + ((low ^ high) >> 1)  # floor of the mean without overflow
         middle = middle + ((low ^ high) & 1)  # its ceiling
         ok = enough(keys >= middle[..., None])
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - (low != high))
+        return jnp.where(ok, middle, low), jnp.where(ok, high, middle - 1)
 
-    return jax.lax.fori_loop(0, info.bits + 1, halve, (low, high))[0]
+    return jax.lax.fori_loop(0, info.bits, halve, (low, high))[0]
 
 
 def kept(
@@ -148,7 +149,7 @@ def kept(
     weight = jnp.where(keys >= count[:, None], weight, 0)
     goal = top_p.astype(weight.dtype) * weight.sum(-1)
     mass = _largest_threshold(keys, lambda m: jnp.where(m, weight, 0).sum(-1) >= goal)
-    cut = jnp.where(top_p < 1, jnp.maximum(count, mass), count)
+    cut = jnp.where(top_p < 1, mass, count)
     return keys >= cut[:, None]
 
 

@@ -31,12 +31,18 @@ def parse(text: str) -> base.DraftStrategy:
     if text == "off":
         return base.PLAIN
     parts = text.split(":")
-    if len(parts) != 4 or parts[0] not in DRAFTERS or not all(p.isdigit() for p in parts[1:]):
+    numbers = all(p.isascii() and p.isdigit() for p in parts[1:])
+    if len(parts) != 4 or parts[0] not in DRAFTERS[1:] or not numbers:
         raise base.UserError(
             f"strategy is {text!r}; allowed: off, or drafter:depth:width:nodes with a drafter of "
             f"{', '.join(DRAFTERS[1:])}, e.g. learned:3:2:6"
         )
     strategy = base.DraftStrategy(parts[0], *map(int, parts[1:]))
+    if strategy.drafter == "oracle" and strategy.nodes != 1 + strategy.depth * strategy.width:
+        raise base.UserError(
+            f"strategy is {text!r}; the oracle fans out at every level: its nodes are "
+            f"1 + depth * width = {1 + strategy.depth * strategy.width}"
+        )
     if strategy.drafter == "ngram" and not strategy.chain:
         raise base.UserError(f"strategy is {text!r}; the n-gram drafter makes chains: width 1")
     return strategy
@@ -69,7 +75,7 @@ def fastgrpo_strategy(
     """Apply FastGRPO's concurrency rule (arXiv 2509.21792) to a number of live rows.
 
         N = min(floor(c_peak / rows), n_max)       tokens verified per row, root included
-        L = clip(floor(log2(N / alpha)), 1, depth_max)
+        L = clip(floor(log2(N / alpha)), 1, depth_max), at most N - 1
         K = min(N - 1, width_max)
 
     Below N = 2 it decodes plainly, and L has no lower clamp at 3: the released code would
@@ -81,7 +87,7 @@ def fastgrpo_strategy(
     if drafter == "ngram":
         depth = min(nodes - 1, depth_max)
         return base.DraftStrategy(drafter, depth, 1, depth + 1)
-    depth = min(max(math.floor(math.log2(nodes / alpha)), 1), depth_max)
+    depth = min(max(math.floor(math.log2(nodes / alpha)), 1), depth_max, nodes - 1)
     width = min(nodes - 1, width_max)
     pool = width + width**2 * (depth - 1)
     return base.DraftStrategy(drafter, depth, width, min(nodes, pool + 1))

@@ -14,7 +14,7 @@ def ancestors(parent: Int[Array, "B M"], depth: int) -> Bool[Array, "B M M"]:
     up = parent
     for _ in range(depth):
         seen |= up[:, :, None] == nodes
-        up = jnp.where(up >= 0, jnp.take_along_axis(parent, jnp.maximum(up, 0), axis=1), -1)
+        up = jnp.take_along_axis(parent, jnp.maximum(up, 0), axis=1)  # the root's stays -1
     return seen
 
 

@@ -268,7 +268,7 @@ def _stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:
     for text in filter(None, asked.split(",")):
         ids = (
             [int(text)]
-            if text.isdigit()
+            if text.isascii() and text.isdigit()
             else model.tokenizer.encode(text, add_special_tokens=False)
         )
         if len(ids) != 1 or not 0 <= ids[0] < model.config.vocab:

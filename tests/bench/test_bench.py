@@ -19,9 +19,7 @@ def run(tmp_path, *argv):
 
 
 def test_lossless_compares_every_token_and_finds_no_difference(tmp_path):
-    result = run(
-        tmp_path, "lossless", "--quick", "--cases=oracle tree", "--train_steps=1"
-    )
+    result = run(tmp_path, "lossless", "--quick", "--cases=oracle tree", "--train_steps=1")
     summary = result["summary"]
     assert summary["mismatched_tokens"] == summary["diverged_rows"] == 0
     assert summary["rollouts"] == 2 * 8 and summary["strategies"] == 1

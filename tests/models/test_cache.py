@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -6,6 +7,9 @@ from fastgrpo_jax import base
 from fastgrpo_jax.models import cache
 
 B, K, S, H = 4, 2, 10, 3
+write = jax.jit(cache.write)
+move = jax.jit(cache.move)
+resize = jax.jit(cache.resize, static_argnums=2)
 
 
 def ints(x):
@@ -41,12 +45,12 @@ def test_a_write_lands_at_each_rows_own_start_and_drops_what_does_not_fit(count)
             for t in range(count):
                 if start + t < S:
                     expected[b, :, start + t] = new[b, :, t]
-        out = cache.write(jnp.asarray(numbered()), jnp.asarray(new), ints(starts))
+        out = write(jnp.asarray(numbered()), jnp.asarray(new), ints(starts))
         np.testing.assert_array_equal(out, expected)
 
 
 def test_a_write_casts_to_the_caches_dtype():
-    out = cache.write(
+    out = write(
         jnp.zeros((1, 1, 2, 1), jnp.bfloat16), jnp.full((1, 1, 1, 1), 1.00390625), ints([1])
     )
     assert out.dtype == jnp.bfloat16
@@ -70,7 +74,7 @@ def test_a_move_packs_the_accepted_path_behind_the_prefix(seed):
     nodes = np.sort(rng.integers(1, 5, (B, 3)), axis=1)
     nodes[:, 0] = 0  # the root stays
     before = a_cache()
-    after = cache.move(before, ints(start), ints(nodes))
+    after = move(before, ints(start), ints(nodes))
     assert len(after.k) == len(after.v) == 2
     for old, new in zip((*before.k, *before.v), (*after.k, *after.v)):
         np.testing.assert_array_equal(new, move_longhand(np.asarray(old), start, nodes))
@@ -78,12 +82,12 @@ def test_a_move_packs_the_accepted_path_behind_the_prefix(seed):
 
 def test_a_move_reads_before_it_writes_and_drops_beyond_the_last_slot():
     before = a_cache(1)
-    start, nodes = [2, 0, S - 2, S - 1], [[0, 2, 1], [2, 0, 1], [0, 1, 1], [0, 5, 7]]
-    after = cache.move(before, ints(start), ints(nodes))
+    start, nodes = [2, 0, S - 2, S - 2], [[0, 2, 1], [2, 0, 1], [0, 1, 1], [0, 5, 7]]
+    after = move(before, ints(start), ints(nodes))
     old, new = np.asarray(before.k[0]), np.asarray(after.k[0])
     np.testing.assert_array_equal(new[0, :, 2:5], old[0, :, [2, 4, 3]].swapaxes(0, 1))
     np.testing.assert_array_equal(new[1, :, :3], old[1, :, [2, 0, 1]].swapaxes(0, 1))
-    np.testing.assert_array_equal(new[2:], old[2:])  # paths that stay in place
+    np.testing.assert_array_equal(new[2:], old[2:])  # a source beyond the last slot is the last
 
 
 @pytest.mark.parametrize("slots", [S - 3, S, S + 5])
@@ -91,7 +95,7 @@ def test_a_move_reads_before_it_writes_and_drops_beyond_the_last_slot():
 def test_a_resize_takes_rows_and_cuts_or_pads_slots(rows, slots):
     """Compaction, replication over a group, growth; a row out of range is an empty one."""
     before = a_cache()
-    after = cache.resize(before, ints(rows), slots)
+    after = resize(before, ints(rows), slots)
     for old, new in zip((*before.k, *before.v), (*after.k, *after.v)):
         expected = np.zeros((len(rows), K, slots, H), np.float32)
         common = min(slots, S)

@@ -1,5 +1,7 @@
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +15,13 @@ def ints(x):
 
 
 def table_draw(table):
-    """Draw from a table [B, M] of the token that follows each node; log-probs name the node."""
+    """Draw from a table [B, M, D + 1] of the token that each node would get at each depth, as
+    the noise of a depth is another's; log-probs name node and depth."""
     rows = jnp.arange(len(table))
 
     def draw(node, depth):
         return (
-            ints(table)[rows, node],
+            table[rows, node, depth],
             (node * 100 + depth).astype(jnp.float32),
             -(node * 100 + depth).astype(jnp.float32),
         )
@@ -26,9 +29,14 @@ def table_draw(table):
     return draw
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def walk(drafts, table, depth):
+    return accept.walk(drafts, table_draw(table), depth)
+
+
 def walk_longhand(tokens, parent, table, node=0, depth=0):
     """List (token, node, depth) as long as the drawn token is a child of the node."""
-    token = table[node]
+    token = table[node][depth]
     below = [i for i in range(len(tokens)) if parent[i] == node and tokens[i] == token]
     here = [(token, node, depth)]
     return here + (walk_longhand(tokens, parent, table, below[0], depth + 1) if below else [])
@@ -47,14 +55,14 @@ def test_a_walk_follows_the_targets_draws_through_random_trees(nodes):
         [-1, *(int(max(0, i - rng.integers(1, 4))) for i in range(1, nodes))] for _ in range(rows)
     ]
     tokens = rng.choice([-1, 0, 1, 2], (rows, nodes), p=[0.1, 0.3, 0.3, 0.3])
-    table = rng.integers(0, 3, (rows, nodes))
+    depth = max(depth_of(p, i) for p in parent for i in range(nodes))
+    table = rng.integers(0, 3, (rows, nodes, depth + 1))
     for b in range(0, rows, 2):  # let half of the draws hit: each node says its last child
         for i in range(1, nodes):
             if tokens[b, i] >= 0:
-                table[b, parent[b][i]] = tokens[b, i]
-    depth = max(depth_of(p, i) for p in parent for i in range(nodes))
+                table[b, parent[b][i], depth_of(parent[b], i) - 1] = tokens[b, i]
     drafts = base.DraftTree(ints(tokens), ints(parent))
-    verdict = accept.walk(drafts, table_draw(table), depth)
+    verdict = walk(drafts, ints(table), depth)
     assert verdict.tokens.shape == (rows, depth + 1)
     assert verdict.count.dtype == jnp.int32
     counts = []
@@ -76,7 +84,7 @@ def test_a_chain_emits_one_more_than_it_got_right(right):
     truth = [3, 1, 4, 1, 5]
     draft = [truth[i] if i != right else 9 for i in range(4)]
     drafts = tree.chain(ints([0]), ints([draft]))
-    verdict = accept.walk(drafts, table_draw([truth]), 4)
+    verdict = walk(drafts, ints([[truth] * 5]), 4)
     assert int(verdict.count[0]) == right + 1
     np.testing.assert_array_equal(verdict.tokens[0, : right + 1], truth[: right + 1])
     np.testing.assert_array_equal(verdict.nodes[0, : right + 1], np.arange(right + 1))
@@ -84,14 +92,14 @@ def test_a_chain_emits_one_more_than_it_got_right(right):
 
 def test_a_walk_goes_no_deeper_than_it_is_told():
     drafts = tree.chain(ints([0]), ints([[1, 1, 1]]))
-    verdict = accept.walk(drafts, table_draw([[1, 1, 1, 1]]), 1)
+    verdict = walk(drafts, jnp.ones((1, 4, 2), jnp.int32), 1)
     assert verdict.tokens.shape == (1, 2)
     np.testing.assert_array_equal(verdict.count, [2])
 
 
 def test_plain_decoding_is_a_walk_at_a_root():
     drafts = tree.chain(ints([5, 6]), jnp.zeros((2, 0), jnp.int32))
-    verdict = accept.walk(drafts, table_draw([[7], [6]]), 0)
+    verdict = walk(drafts, ints([[[7]], [[6]]]), 0)
     np.testing.assert_array_equal(verdict.tokens, [[7], [6]])
     np.testing.assert_array_equal(verdict.nodes, [[0], [0]])
     np.testing.assert_array_equal(verdict.count, [1, 1])

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from fastgrpo_jax import base
@@ -37,7 +39,7 @@ def test_slots_grow_by_half_in_multiples_of_the_step():
             ladder = buckets.slot_ladder(longest, step)
             assert ladder[-1] >= longest and (len(ladder) == 1 or ladder[-2] < longest)
             assert all(x % step == 0 for x in ladder)
-            assert all(a < b <= 2 * a for a, b in zip(ladder, ladder[1:]))
+            assert all(a < b <= 2 * a for a, b in itertools.pairwise(ladder))
     assert len(buckets.slot_ladder(100_000, 128)) < 20
 
 

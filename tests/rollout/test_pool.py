@@ -83,6 +83,16 @@ def test_the_pool_reports_its_cost():
     }
 
 
+def test_the_pool_counts_the_buffers_of_every_program():
+    """F12: two products in a row need one buffer for the first."""
+    function = jax.jit(lambda x: x @ x @ x)
+    pool = pool_lib.Pool()
+    for n in (1, 2):
+        for _ in range(2):
+            pool_lib.call(pool, n, function, {}, jnp.ones((64 * n, 64 * n), jnp.float32))
+    assert pool_lib.describe(pool)["compile/pool_bytes"] >= 4 * (64**2 + 128**2)
+
+
 def test_pools_share_nothing():
     one, two = pool_lib.Pool(), pool_lib.Pool()
     function, _ = counted()

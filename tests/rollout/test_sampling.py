@@ -255,7 +255,7 @@ def test_top_finds_more_entries_than_there_are_blocks():
 # --- temperature ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 def test_perturb_divides_adds_the_cast_noise_and_is_plain_at_zero(dtype):
     logits = jnp.asarray([[1.0, -2.0, 0.5], [3.0, 4.0, -1.0]], dtype)
     g = jnp.asarray([[0.25, 1.5, -0.5], [np.nan, np.inf, 1.0]], jnp.float32)
@@ -294,7 +294,7 @@ def test_filters_keep_what_a_sort_would(vocab, dtype):
     x[::3] = np.round(x[::3])  # ties
     x[1::5] -= 1000.0  # all negative, far from 0
     x[2::7, rng.permutation(vocab)[: vocab // 3]] = -np.inf
-    x = x.astype(dtype)
+    x = x.astype(dtype) + 0  # no -0.0, which counts as less than 0.0
     k = rng.choice([0, 1, 2, 3, 5, vocab - 1, vocab, vocab + 1, 10**6], n).astype(np.int32)
     k = np.maximum(k, 0)
     p = rng.choice([1e-9, 0.1234567, 0.5432107, 0.9012345, 0.9987654, 1.0], n).astype(np.float32)
@@ -331,6 +331,19 @@ def test_filters_on_a_hand_example():
             jnp.asarray([c[2] for c in cases], jnp.float32),
         )
         np.testing.assert_array_equal(ours, np.array([c[3] for c in cases], bool))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_filters_tell_neighbouring_floats_apart(dtype):
+    """The bisections go down to the last bit, on both sides of 0 and of a power of two."""
+    high = np.array([1e-20, -1e-20, 1, 1.5, 3, 7e7, -1, -1.5, -2.7, -8e8], dtype)
+    x = np.stack([np.nextafter(high, dtype(-np.inf)), high, high - abs(high)], axis=1)
+    rows, one = len(high), jnp.ones(len(high), jnp.float32)
+    ours = kept(jnp.asarray(x), jnp.ones(rows, jnp.int32), one)
+    np.testing.assert_array_equal(ours, x == high[:, None])
+    # In the first two rows both neighbours weigh exactly 1: the likelier just reaches a half.
+    ours = kept(jnp.asarray(x[:, :2]), jnp.zeros(rows, jnp.int32), 0.5 * one)
+    np.testing.assert_array_equal(ours[:2], [[False, True]] * 2)
 
 
 # --- draws ------------------------------------------------------------------------------------

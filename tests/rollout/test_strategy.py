@@ -53,7 +53,7 @@ def test_the_schedule_is_valid_and_in_budget_for_any_concurrency_and_machine(dra
     limits = DEFAULTS | limits | dict(drafter=drafter)
     for c_peak in range(1, 301):
         before = 10**9
-        for rows in range(1, 301):
+        for rows in (*range(1, c_peak // 2 + 3), 300):  # beyond c_peak / 2 it is always plain
             s = strategy.fastgrpo_strategy(rows, c_peak, **limits)
             assert s.nodes <= before
             before = s.nodes
@@ -64,6 +64,11 @@ def test_the_schedule_is_valid_and_in_budget_for_any_concurrency_and_machine(dra
             assert s.nodes * rows <= c_peak and s.nodes <= limits["n_max"]
             assert s.depth <= limits["depth_max"] and s.width <= limits["width_max"]
             assert drafter == "learned" or (s.chain and s.nodes == s.depth + 1)
+
+
+def test_a_small_alpha_drafts_no_deeper_than_its_nodes_reach():
+    assert rule(80, 160, alpha=0.5) == (2, 1, 1)
+    assert rule(32, 160, alpha=0.1) == (5, 4, 4)
 
 
 def test_the_ngram_drafter_gets_a_chain_of_what_is_left():
@@ -95,6 +100,7 @@ def test_a_parsed_strategy_has_the_numbers_in_their_places():
         "learned:3:2:6:1",
         "eagle:3:2:6",
         "off:1:1:2",
+        "learned:²:1:3",
         "learned:-3:2:6",
         "learned:3:2:x",
         "learned:3:2:6.0",

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_ancestors_and_depths_of_random_trees_are_those_of_climbing(seed):
     rng = np.random.default_rng(seed)
     rows, nodes = 5, 2 + 2 * seed
     parent, depth = random_trees(rng, rows, nodes)
-    seen = np.asarray(tree.ancestors(ints(parent), depth))
+    seen = np.asarray(ancestors(ints(parent), depth))
     depths = tree.depths(jnp.asarray(seen))
     assert depths.dtype == jnp.int32
     for b in range(rows):
@@ -103,10 +104,12 @@ def test_a_chain_has_one_child_per_node():
     np.testing.assert_array_equal(plain.parent, [[-1], [-1]])
 
 
+prune = jax.jit(tree.prune, static_argnums=4)
+ancestors = jax.jit(tree.ancestors, static_argnums=1)
+
+
 def pruned(root, tokens, scores, parent, keep):
-    return tree.prune(
-        ints(root), ints(tokens), jnp.asarray(scores, jnp.float32), ints(parent), keep
-    )
+    return prune(ints(root), ints(tokens), jnp.asarray(scores, jnp.float32), ints(parent), keep)
 
 
 def test_prune_on_a_hand_example():

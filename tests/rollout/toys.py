@@ -17,7 +17,7 @@ from fastgrpo_jax.rollout import pool as pool_lib
 
 VOCAB = 37
 GROUP = 3
-STOP = 5
+STOP = 4
 NEVER = 1000  # a stop token that no model has
 LIMITS = generate.Limits(prompt=12, response=22, total=32)
 SAMPLED = generate.Settings(1.0)
@@ -39,10 +39,18 @@ CONFIG = base.PolicyConfig(
     head_dim=8,
     ffn=32,
     max_positions=64,
+    tied=False,  # so that the embedding cannot stand in for the head
     dtype="float64",
 )
 SPEC = decode.Spec(
     policy=CONFIG, eagle=eagle.config_for(CONFIG, "fastgrpo"), group=GROUP, prefill_chunk=8
+)
+DETERMINISTIC = decode.Spec(
+    policy=CONFIG,
+    eagle=eagle.config_for(CONFIG, "eagle"),
+    group=GROUP,
+    shared_noise=False,
+    prefill_chunk=8,
 )
 
 _pools: dict[decode.Spec, pool_lib.Pool] = {}
@@ -61,7 +69,13 @@ def engine(
 ) -> generate.Engine:
     """Make an engine of one slot count; equal specs share their programs."""
     made = generate.make_engine(
-        spec, rows=rows, limits=LIMITS, stop_tokens=(stop,), slot_step=48, rounds=rounds, span=12
+        spec,
+        rows=rows,
+        limits=LIMITS,
+        stop_tokens=(stop,),
+        slot_step=48,
+        rounds=rounds,
+        span=DEEPEST_SPAN,
     )
     made.keep_finished = keep_finished
     made.pool = _pools.setdefault(spec, made.pool)
@@ -74,7 +88,7 @@ def sharpen(params: base.Params, scale: float) -> base.Params:
 
 
 @functools.cache
-def policy_params(config: base.PolicyConfig = CONFIG, seed: int = 0) -> base.Params:
+def policy_params(config: base.PolicyConfig = CONFIG, seed: int = 5) -> base.Params:
     return sharpen(policy.init(jax.random.key(seed), config), 20)
 
 
@@ -87,7 +101,7 @@ def weights(
     spec: decode.Spec = SPEC,
     truth: np.ndarray | None = None,
     accept: float = 1.0,
-    seed: int = 0,
+    seed: int = 5,
     tau: float = 1.0,
 ) -> decode.Weights:
     """Join policy, drafter and an oracle; all have one structure, so programs are shared."""
@@ -106,15 +120,34 @@ def poisoned(w: decode.Weights) -> decode.Weights:
     return w._replace(eagle=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), w.eagle))
 
 
+def rollout(
+    made: generate.Engine,
+    w: decode.Weights,
+    controller: strategy.Controller,
+    settings: generate.Settings = SAMPLED,
+    request: generate.Request = REQUEST,
+    limits: generate.Limits = LIMITS,
+    look=lambda live: None,
+) -> generate.Rollout:
+    """Roll out, and fail rather than hang where rows never end."""
+    blocks = []
+
+    def watch(live: int):
+        blocks.append(live)
+        assert len(blocks) <= 2 * LIMITS.total, "the rollout does not end"
+        look(live)
+
+    return generate.rollout(made, w, request, settings, limits, controller, watch)
+
+
 @functools.cache
 def plain(
     settings: generate.Settings = SAMPLED,
     stop: int = STOP,
-    limits: generate.Limits = LIMITS,
     request: generate.Request = REQUEST,
 ) -> generate.Rollout:
     """Decode without any draft: what every other way must reproduce."""
-    return generate.rollout(engine(stop=stop), weights(), request, settings, limits, fixed("off"))
+    return rollout(engine(stop=stop), weights(), fixed("off"), settings, request)
 
 
 def told(plain_run: generate.Rollout, accept: float = 1.0, spec=SPEC) -> decode.Weights:
