@@ -22,6 +22,7 @@ Every key with its meaning: fastgrpo_jax/configs/default.py. The same command ag
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (2: bad input, 128 + N: stopped by signal N)."""
     began = time.monotonic()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it announces that torch is missing
     from fastgrpo_jax import base, configs
 
     if not argv or {"--help", "-h"} & set(argv):

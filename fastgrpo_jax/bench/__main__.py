@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
         )
         return 0 if asked in ("--help", "-h") else 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     suite = importlib.import_module(f"fastgrpo_jax.bench.{argv[0]}")
     parser = argparse.ArgumentParser(
         prog=f"python -m fastgrpo_jax.bench {argv[0]}",
