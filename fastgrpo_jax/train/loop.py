@@ -99,7 +99,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     memory = Memory(0, 0, c.rollout.c_peak)
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
-        memory = Memory(**extra)
+        memory = Memory(**extra)._replace(c_peak=c.rollout.c_peak or extra["c_peak"])
         say(f"resuming after step {int(state.step)}")
     if int(state.step) >= c.steps:
         say(f"all {int(state.step)} steps are done; raise --config.steps to go on")
