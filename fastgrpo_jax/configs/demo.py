@@ -23,6 +23,7 @@ def get_config():
     c.rollout.depth_max = 3
     c.rollout.width_max = 4
     c.rollout.row_buckets = "4,8,16,32"
+    c.rollout.prefill_chunk = 40  # one chunk a prompt
     c.rollout.slot_step = 72  # holds prompt, response and tree: one cache size
     c.rollout.block_rounds = 8
     c.optim.learning_rate = 1e-5
