@@ -288,6 +288,26 @@ def test_a_strategy_of_larger_span_gets_the_slots_it_writes(ladder):
     assert 24 - 8 + 2 <= longest <= 24 - 8 + 1 + DEPTH + 1
 
 
+def test_resize_takes_the_kept_rows_and_leaves_empty_slots_empty():
+    """Whatever was in a row comes along; an empty slot works on no row, not on the first."""
+    driver = toys.Driver(toys.told(unstopped()), stop=toys.NEVER)
+    driver.block(CHAIN, 1)
+    old = jax.device_get(driver.state)
+    new = jax.device_get(decode.resize(driver.state, jnp.asarray([5, 2, toys.ROWS], jnp.int32), 52))
+    assert new.rows.tolist() == [5, 2, toys.ROWS]
+    jax.tree.map(np.testing.assert_array_equal, new.sequences, old.sequences)
+    per_row = (old.cache, old.draft), (new.cache, new.draft)
+    for before, after in zip(*map(jax.tree.leaves, per_row)):
+        assert not after[2].any()
+        if before.ndim == 4:  # heads before slots
+            before, after = before.swapaxes(1, 2), after.swapaxes(1, 2)
+        kept = before[np.array([5, 2])]
+        if before.ndim > 2:
+            assert after.shape[1] == 52 and not after[:, 48:].any()
+            after = after[:, :48]
+        np.testing.assert_array_equal(after[:2], kept)
+
+
 def test_only_listed_programs_are_compiled_and_only_once(ladder):
     """After warm-up nothing compiles, whatever weights, settings and stop token (D22, F10)."""
     ladder(PLAIN_OR_TREE, rounds=2)
