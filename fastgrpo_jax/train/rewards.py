@@ -183,7 +183,7 @@ def _call(
         result = reward.fn(**arguments)
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a function that calls sys.exit fails like others
         last = traceback.extract_tb(error.__traceback__)[-1]
         fault = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         message = (

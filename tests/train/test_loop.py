@@ -216,6 +216,7 @@ def test_bad_input_has_one_clear_error_before_any_work(capsys, tmp_path, flag, m
     ("body", "message"),
     [
         ("raise ValueError('boom')", "failed on 8 rows: ValueError: boom"),
+        ("raise SystemExit(3)", "failed on 8 rows: SystemExit: 3"),
         ("return [1.0]", "gave 1 values for 8 rows"),
         ("return [float('nan')] * len(completions)", "gave nan for row 0"),
     ],
