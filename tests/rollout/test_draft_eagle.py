@@ -256,7 +256,9 @@ def drafted(driver, settings, tau, choice, shared=True):
 def test_the_drafted_tree_is_that_of_a_longhand_search(text, settings, tau, shared):
     """Best `width` of each level are expanded with their own features and ancestors only; of all
     the best `nodes - 1` are kept; noise, temperature and tau count under shared noise alone."""
-    driver = toys.Driver(told(1.0), settings, stop=toys.NEVER)
+    w = told(1.0)
+    w = w._replace(eagle=toys.sharpen(w.eagle, 4))  # else what a node attends to hardly matters
+    driver = toys.Driver(w, settings, stop=toys.NEVER)
     driver.block(LEARNED_TREE, 1)
     choice = strategy.parse(text)
     tree, noise, root = drafted(driver, settings, tau, choice, shared)

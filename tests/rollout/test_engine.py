@@ -247,6 +247,15 @@ def test_compaction_and_growth_change_no_token(ladder, settings, rounds):
         assert {(b.rows, b.slots) for b in watched.run.blocks} >= {(9, 24), (4, 48), (2, 48)}
 
 
+def test_an_empty_slot_of_a_bucket_adds_nothing(ladder):
+    """Three rows in a bucket of four, the first row of the batch among them."""
+    watched = ladder(toys.fixed("off"), weights=toys.weights(seed=0))
+    said = watched.run.batch.length - watched.run.batch.prompt_length
+    assert sums(watched.run, "emitted") == sums(watched.run, "row_rounds") == said.sum()
+    assert (4, 3) in {(b.rows, b.live) for b in watched.run.blocks}
+    assert said[0] == said.max()
+
+
 def plain_schedule(rounds: int, keep: bool) -> list[tuple[int, int, int, int]]:
     """Work out (rows, slots, live, rounds) of each block of plain decoding, by hand."""
     batch = toys.plain().batch

@@ -94,7 +94,7 @@ def policy_params(config: base.PolicyConfig = CONFIG, seed: int = 5) -> base.Par
 
 @functools.cache
 def drafter_params(config: base.EagleConfig, seed: int = 1) -> base.Params:
-    return sharpen(eagle.init(jax.random.key(seed), config), 20)
+    return sharpen(eagle.init(jax.random.key(seed), config), 5)
 
 
 def weights(
