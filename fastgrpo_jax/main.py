@@ -4,6 +4,7 @@ Defaults, then the config, then the command line. Running the same command again
 """
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         except loop.Interrupted as stop:
             print(
                 f"\nstopped by {stop}; the finished steps are saved. To resume:\n"
-                f"  python -m fastgrpo_jax.main {' '.join(argv)}",
+                f"  python -m fastgrpo_jax.main {shlex.join(argv)}",
                 file=sys.stderr,
             )
             return 128 + signal.Signals[str(stop)]

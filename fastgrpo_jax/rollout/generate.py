@@ -79,12 +79,16 @@ class BlockRecord(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A finished rollout: what was said, and how it went."""
+    """A finished rollout: what was said, and how it went.
+
+    compiled: programs that were compiled meanwhile; their time is in the seconds too.
+    """
 
     batch: base.RolloutBatch
     blocks: tuple[BlockRecord, ...]
     prefill_seconds: float
     decode_seconds: float
+    compiled: int
 
 
 def make_engine(
@@ -264,7 +268,7 @@ def rollout(
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
-    clock = time.perf_counter()
+    clock, known = time.perf_counter(), len(engine.pool.programs)
     first = controller.choose(engine.rows[-1], 0)
     state = jax.block_until_ready(_begin(engine, weights, request, limits, first.span))
     prefilled = time.perf_counter()
@@ -301,6 +305,8 @@ def rollout(
             jnp.int32(engine.rounds),
         )
         report = jax.device_get(report)
+        if not report.rounds:
+            raise RuntimeError(f"no round fits {bucket} with {choice}: the slots are too few")
         blocks.append(
             BlockRecord(
                 bucket.rows, bucket.slots, choice, len(live), time.perf_counter() - began, report
@@ -308,7 +314,13 @@ def rollout(
         )
         length, live = report.length, np.flatnonzero(~report.done)
     batch = _finish(jax.device_get(state.sequences))
-    return Rollout(batch, tuple(blocks), prefilled - clock, time.perf_counter() - prefilled)
+    return Rollout(
+        batch,
+        tuple(blocks),
+        prefilled - clock,
+        time.perf_counter() - prefilled,
+        len(engine.pool.programs) - known,
+    )
 
 
 def _finish(s: base.Sequences) -> base.RolloutBatch:

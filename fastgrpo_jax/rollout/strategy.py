@@ -37,6 +37,8 @@ def parse(text: str) -> base.DraftStrategy:
             f"strategy is {text!r}; allowed: off, or drafter:depth:width:nodes with a drafter of "
             f"{', '.join(DRAFTERS[1:])}, e.g. learned:3:2:6"
         )
+    if int(parts[1]) < 1:
+        raise base.UserError(f"strategy is {text!r}; depth must be 1 or more, or say off")
     strategy = base.DraftStrategy(parts[0], *map(int, parts[1:]))
     if strategy.drafter == "oracle" and strategy.nodes != 1 + strategy.depth * strategy.width:
         raise base.UserError(

@@ -90,11 +90,14 @@ def train(c, workdir: str | os.PathLike) -> None:
       Interrupted: after a signal, once the last finished step is saved.
     """
     workdir = pathlib.Path(workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise base.UserError(f"--workdir is {str(workdir)!r}: {error.strerror}") from error
     _check_same_run(c, workdir)
     say(f"loading {c.model.name}")
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
-    _write_config(c, workdir)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
     memory = Memory(0, 0, c.rollout.c_peak)
     if manager.latest_step() is not None:
@@ -104,6 +107,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     if int(state.step) >= c.steps:
         say(f"all {int(state.step)} steps are done; raise --config.steps to go on")
         return
+    _write_config(c, workdir)
     if memory.c_peak == 0 and c.rollout.controller == "fastgrpo":
         say("measuring C_peak, the machine's knee in tokens per forward")
         peak = calibrate.c_peak(setup.model.config, setup_lib.weights(c, setup, state))
@@ -292,7 +296,6 @@ def _announce(c, setup, engine, controller, memory: Memory) -> None:
 
 
 def _write_config(c, workdir: pathlib.Path) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
     part = workdir / "config.json.part"
     part.write_text(json.dumps(c.to_dict(), indent=1) + "\n")
     os.replace(part, workdir / "config.json")
@@ -329,5 +332,5 @@ def _check_same_run(c, workdir: pathlib.Path) -> None:
         raise base.UserError(
             f"{workdir} holds a run with another config:\n" + "\n".join(changed) + "\n"
             "use another --workdir, or the config it began with (these may change: "
-            "steps, log.*, checkpoint.*)"
+            "steps, log.*, checkpoint.*, compilation_cache)"
         )

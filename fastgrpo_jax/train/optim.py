@@ -16,7 +16,9 @@ from fastgrpo_jax import base
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019); see the config keys `optim.*`.
+    """AdamW (Loshchilov and Hutter 2019); see the config keys `optim.*` and `drafter.*`.
+
+    `section` is the group of config keys that the values come from, for messages.
 
     Raises:
       base.UserError: a field is out of its range.
@@ -29,6 +31,7 @@ class OptimConfig:
     b2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
+    section: str = "optim"
 
     def __post_init__(self):
         infinity = float("inf")
@@ -44,7 +47,7 @@ class OptimConfig:
         for field, (good, allowed) in ranges.items():
             if not good:
                 raise base.UserError(
-                    f"the optimiser's {field} is {getattr(self, field)}; allowed: {allowed}"
+                    f"{self.section}.{field} is {getattr(self, field)}; allowed: {allowed}"
                 )
 
 

@@ -163,6 +163,7 @@ _POSITIVE = (
     "rollout.block_rounds",
     "rollout.prefill_chunk",
     "rollout.ngram_max",
+    "loss.head_chunk",
     "checkpoint.every",
     "checkpoint.keep",
 )
@@ -239,7 +240,11 @@ def _losses(c) -> Losses:
             max_grad_norm=o.max_grad_norm,
         ),
         drafter_optim=optim.OptimConfig(
-            learning_rate=d.learning_rate, b1=o.b1, b2=o.b2, max_grad_norm=d.max_grad_norm
+            learning_rate=d.learning_rate,
+            b1=o.b1,
+            b2=o.b2,
+            max_grad_norm=d.max_grad_norm,
+            section="drafter",
         ),
         distill=distill.DistillConfig(d.feature_weight, d.token_weight),
     )
@@ -271,6 +276,10 @@ def _stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:
             if text.isascii() and text.isdigit()
             else model.tokenizer.encode(text, add_special_tokens=False)
         )
+        if len(ids) == 1 and ids[0] >= model.config.vocab:
+            raise base.UserError(
+                f"sampling.stop_tokens holds the id {ids[0]}; allowed: below {model.config.vocab}"
+            )
         if len(ids) != 1 or not 0 <= ids[0] < model.config.vocab:
             raise base.UserError(
                 f"sampling.stop_tokens holds {text!r}, which is {len(ids)} tokens; allowed: ids "

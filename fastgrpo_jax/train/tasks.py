@@ -79,7 +79,7 @@ def evaluate(numbers: list[int], operators: list[str]) -> int:
 def prompt_fault(prompt: Any) -> str:
     """Say what is wrong with a prompt; empty if nothing is."""
     if isinstance(prompt, str):
-        return "" if prompt.strip() else "is empty"
+        return _text_fault(prompt) or ("" if prompt.strip() else "is empty")
     if not isinstance(prompt, list):
         return f"is {prompt!r}; it must be a text or a list of messages"
     for message in prompt:
@@ -88,7 +88,18 @@ def prompt_fault(prompt: Any) -> str:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 return f"has a message whose {key} is {message.get(key)!r}; it must be a text"
+            if _text_fault(message[key]):
+                return f"has a message whose {key} {_text_fault(message[key])}"
     return "" if any(message["content"].strip() for message in prompt) else "is empty"
+
+
+def _text_fault(text: str) -> str:
+    """JSON can spell half of a surrogate pair (\\ud800), which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds {text[error.start]!r} at character {error.start}, which is no Unicode text"
+    return ""
 
 
 def normalise(raw: Any, where: str) -> dict[str, Any]:
@@ -175,6 +186,10 @@ def _load_dataset(name: str) -> Any:
     import datasets  # takes seconds to import, and only this source needs it
 
     path, _, split = name.removeprefix("datasets:").partition(":")
+    if not path:
+        raise base.UserError(
+            f"task.name is {name!r}; allowed: datasets:NAME or datasets:NAME:SPLIT"
+        )
     folder = pathlib.Path(path)
     owner, _, rest = path.partition("/")
     repository, _, config = rest.partition("/")

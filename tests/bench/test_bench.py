@@ -82,11 +82,31 @@ def test_rollout_measures_every_method_against_both_baselines(tmp_path):
     assert result["rows"][2]["accept_length"] >= 1.0
 
 
+def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
+    """Other noise may meet other buckets; compiling them must not count as decoding."""
+    from fastgrpo_jax.rollout import generate
+
+    played = []
+
+    def rollout(*args, **kwargs):
+        done = real(*args, **kwargs)
+        played.append(done.compiled)
+        return done
+
+    real = generate.rollout
+    monkeypatch.setattr(generate, "rollout", rollout)
+    argv = ["--quick", "--rows=2", "--group=2", "--tokens=4", "--methods=plain"]
+    run(tmp_path, "rollout", *argv)
+    assert played[0] > 0  # the first play compiles, so it is played again
+    assert len(played) == 1 + 1 + 2 and not any(played[1:])
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["rollout", "--methods=plain,fast"], "'fast'"),
         (["rollout", "--rows=0"], "allowed: 1,8,32"),
+        (["rollout", "--temperature=-1"], "--temperature is -1.0"),
         (["lossless", "--cases=tree"], "allowed: fastgrpo chain"),
         (["rollout", "--model=/no/such.gguf"], "no such file"),
     ],

@@ -100,6 +100,7 @@ def test_a_parsed_strategy_has_the_numbers_in_their_places():
         "learned:3:2:6:1",
         "eagle:3:2:6",
         "off:1:1:2",
+        "learned:0:1:1",
         "learned:²:1:3",
         "learned:-3:2:6",
         "learned:3:2:x",

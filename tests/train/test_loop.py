@@ -200,6 +200,10 @@ def answer(capsys, *argv):
         ("--config.rollout.row_buckets=4,x", "rollout.row_buckets is '4,x'"),
         ("--config.model.dtype=int8", "allowed: float32"),
         ("--config.sampling.max_length=10", "sampling.max_length is 10"),
+        ("--config.drafter.learning_rate=-1", "drafter.learning_rate is -1.0"),
+        ("--config.loss.head_chunk=0", "loss.head_chunk is 0"),
+        ("--config.task.name=datasets:", "datasets:NAME"),
+        ("--config.sampling.stop_tokens=99999999", "the id 99999999; allowed: below 100"),
         ("--config.drafter.kind=medusa", "allowed: fastgrpo, eagle, none"),
         ("--config.rolout.n_max=3", "did you mean rollout.n_max?"),
     ],
@@ -247,6 +251,23 @@ def test_an_unreadable_data_row_is_named_by_file_and_line(capsys, tmp_path):
         capsys, "--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.task.name={path}"
     )
     assert "rows.jsonl" in err and "2" in err
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_named_by_line(capsys, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "fine"}\n{"prompt": "bad \\ud800 one"}\n')
+    err = answer(
+        capsys, "--config=tiny", f"--workdir={tmp_path / 'run'}", f"--config.task.name={path}"
+    )
+    assert "line 2" in err and "no Unicode text" in err
+
+
+def test_a_workdir_that_cannot_be_is_refused_before_the_model_is_loaded(capsys, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    assert main.main(["--config=tiny", f"--workdir={path}"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --workdir is") and "loading" not in err
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, straight):
