@@ -13,13 +13,15 @@ def main(argv: list[str]) -> int:
     from fastgrpo_jax import base
 
     if not argv or argv[0] not in SUITES:
-        asked = argv[0] if argv else ""
+        help_asked = bool({"--help", "-h"} & set(argv))
+        usage = "usage: python -m fastgrpo_jax.bench SUITE --out=FILE.json [options]"
+        found = f"suite is {argv[0]!r}; " if argv and not help_asked else ""
         print(
-            f"usage: python -m fastgrpo_jax.bench SUITE --out=FILE.json [options]\n\n"
-            f"suite {asked!r}; allowed: {', '.join(SUITES)}",
-            file=sys.stderr,
+            f"{usage}\n\n{found}{'allowed' if found else 'suites'}: {', '.join(SUITES)}; "
+            "SUITE --help lists its options",
+            file=sys.stdout if help_asked else sys.stderr,
         )
-        return 0 if asked in ("--help", "-h") else 2
+        return 0 if help_asked else 2
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     suite = importlib.import_module(f"fastgrpo_jax.bench.{argv[0]}")

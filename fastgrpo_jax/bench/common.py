@@ -90,6 +90,12 @@ def interleave(runs: dict[str, Callable[[int], float]], repeats: int) -> dict[st
     return found
 
 
+def groups(batch: base.RolloutBatch, group: int) -> list[base.RolloutBatch]:
+    """Cut a rollout into its groups."""
+    starts = range(0, batch.length.shape[0], group)
+    return [base.RolloutBatch(*(x[i : i + group] for x in batch)) for i in starts]
+
+
 def spread(values: list[float]) -> float:
     """Return (max - min) / median."""
     return (max(values) - min(values)) / statistics.median(values)

@@ -130,7 +130,7 @@ def run(args) -> int:
         config, params, loss = common.train_drafter(
             model,
             kind,
-            _parts(plain.values(), args.group),
+            [part for batch in plain.values() for part in common.groups(batch, args.group)],
             args.train_steps,
             1.0,
             args.seed,
@@ -203,15 +203,6 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
     settings = generate.Settings(temperature)
     done = generate.rollout(engine, weights, request, settings, bench.limits, controller)
     return done, done.batch
-
-
-def _parts(batches, group: int) -> list[base.RolloutBatch]:
-    """Cut rollouts into their groups, to train on one a step."""
-    return [
-        jax.tree.map(lambda x: x[i : i + group], batch)  # noqa: B023
-        for batch in batches
-        for i in range(0, batch.length.shape[0], group)
-    ]
 
 
 def _compare(bench: Bench, plain: base.RolloutBatch, other: base.RolloutBatch, temperature) -> dict:

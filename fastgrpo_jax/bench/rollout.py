@@ -128,17 +128,15 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params]:
         raise base.UserError(
             f"--drafter is {args.drafter!r}; allowed: train:STEPS, random, oracle:ACCEPTANCE"
         )
-    batches = []
-    for i in range(8):  # eight rollouts of other prompts of the task
-        task = data.open_task(
-            args.task, seed=args.seed + 1 + i, shuffle=False, max_operand=20, max_terms=5
-        )
-        prompts = common.chat_prompts(bench.model, task, 1, bench.limits.prompt)
-        batches.append(_player(bench, "plain", 8, prompts, 8)(1000 + i).batch)
+    count = 8  # groups of eight, of other prompts of the task
+    task = data.open_task(args.task, seed=args.seed + 1, shuffle=False, max_operand=20, max_terms=5)
+    prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
+    played = _player(bench, "plain", count * 8, prompts, 8)(1000).batch
+    batches = common.groups(played, 8)
     config, params, loss = common.train_drafter(
         bench.model, args.kind, batches, int(steps), args.temperature, args.seed, 8
     )
-    common.say(f"trained the drafter for {steps} steps on {len(batches)} rollouts: loss {loss:.3f}")
+    common.say(f"trained the drafter for {steps} steps on {count} prompts: loss {loss:.3f}")
     return config, params
 
 
@@ -258,5 +256,5 @@ def _row(rows: int, method: str, found: dict[str, list[float]], last) -> dict:
     }
     if method != "hf_generate" and "hf_generate" in found:
         row["ratio_vs_hf"] = ratio("hf_generate")
-    common.say("  ".join(f"{k} {v}" for k, v in row.items()))
+    common.say("  ".join(f"{k} {v}" for k, v in row.items() if v is not None))
     return row

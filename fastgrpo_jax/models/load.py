@@ -47,6 +47,11 @@ def load(name: str, dtype: str = "float32", seed: int = 0) -> LoadedModel:
     if name == "smollm2-135m":
         return _load_gguf(_smollm2(), dtype)
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise base.UserError(
+                f"model.name is {name!r}: that directory has no config.json; allowed: one in "
+                "Hugging Face's format (config.json, tokenizer.json, *.safetensors)"
+            )
         return _load_directory(path, dtype, str(path))
     if name.endswith(".gguf"):
         if not path.is_file():

@@ -142,6 +142,11 @@ def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
 def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequences:
     group, count = engine.spec.group, len(request.prompts)
     rows = count * group
+    if limits.total > engine.max_length or rows != engine.rows[-1]:
+        raise ValueError(
+            f"{rows} rows of at most {limits.total} tokens; the engine is laid out for "
+            f"{engine.rows[-1]} rows of {engine.max_length}"
+        )
     tokens = np.full((rows, engine.max_length), -1, np.int32)
     length = np.repeat([len(p) for p in request.prompts], group).astype(np.int32)
     longest = min(limits.prompt, limits.total - 1)

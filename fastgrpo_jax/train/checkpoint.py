@@ -4,6 +4,8 @@ A step directory N holds the state after N steps. Orbax writes into a temporary 
 renames it, so a kill during a save leaves the previous checkpoint.
 """
 
+import contextlib
+import logging
 import os
 import pathlib
 from typing import Any
@@ -50,17 +52,27 @@ def restore(
     """
     step = manager.latest_step()
     shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), extra=ocp.args.JsonRestore())
     try:
-        found = manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(shapes), extra=ocp.args.JsonRestore()
-            ),
-        )
-    except (ValueError, KeyError, FileNotFoundError, TypeError) as error:
+        with _silent_orbax():
+            found = manager.restore(step, args=args)
+    except (ValueError, KeyError, OSError, TypeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise base.UserError(
             f"checkpoint {step} in {manager.directory} cannot be restored into this model "
-            f"({str(error).splitlines()[0][:200]}); use another workdir, or delete that step"
+            f"({lines[0][:200]}); use another workdir, or delete that step"
         ) from error
     state = found["state"]
     return base.TrainState(*state), found["extra"]
+
+
+@contextlib.contextmanager
+def _silent_orbax():
+    """Keep orbax from logging an error that is then raised, and so told once by us."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -23,6 +23,7 @@ from fastgrpo_jax.train import checkpoint, data, grpo, metrics, report, rewards
 from fastgrpo_jax.train import setup as setup_lib
 from fastgrpo_jax.train import step as step_lib
 
+_IDLE_STEPS = (3, 10, 30, 100, 300, 1000)  # in a row without an advantage: a warning comes
 # Keys that a resumed run may change; the others shape what has been learned.
 HARMLESS = ("steps", "log.", "checkpoint.", "compilation_cache")
 
@@ -53,6 +54,7 @@ class Signals:
     def _catch(self, number, frame):
         self.caught = signal.Signals(number)
         self._release()
+        os.write(2, f"\n{self.caught.name}: saving soon; again to stop at once\n".encode())
 
     def check(self) -> None:
         """Raise Interrupted if a signal came."""
@@ -146,6 +148,7 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
         checkpoint.save(run.manager, state, memory._asdict())
         return time.perf_counter() - began
 
+    idle = 0  # steps in a row without an advantage
     for number in range(int(state.step), c.steps):
         began = time.perf_counter()
         try:
@@ -169,6 +172,12 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
         row |= pool_lib.describe(run.engine.pool)
         metrics.write(run.writer, number, row, played.completions)
         run.progress.step(number, row)
+        idle = idle + 1 if row["frac_reward_zero_std"] == 1 else 0
+        if idle in _IDLE_STEPS:
+            run.progress.note(
+                f"warning: for {idle} steps no group had rewards that differ, so they have "
+                f"taught the policy nothing; the last reward is {row['reward']:.3f} (nan: none applies)"
+            )
 
 
 class Played(NamedTuple):
@@ -285,6 +294,11 @@ def _announce(c, setup, engine, controller, memory: Memory) -> None:
     engine.pool.expected = frozenset(keys)
     plan = ", ".join(f"{rows}: {controller.possible(rows)[0]}" for rows in engine.rows)
     knee = f", C_peak {memory.c_peak}" if controller.name == "fastgrpo" else ""
+    if c.sampling.temperature == 0:
+        say(
+            "warning: sampling.temperature is 0, so all completions of a group are equal, every "
+            "advantage is 0 and the policy cannot learn"
+        )
     say(
         f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "

@@ -152,6 +152,7 @@ class Progress:
         self.stream = stream or sys.stderr
         self.interval_s = interval_s
         self.last_s = -math.inf
+        self.unshown = ""
         self.bar = None
         if self.stream.isatty():
             self.bar = tqdm.tqdm(
@@ -171,14 +172,28 @@ class Progress:
             self.bar.update(step + 1 - self.bar.n)
             return
         now = time.monotonic()
+        self.unshown = f"step {step + 1}/{self.total}  {text}"
         if step + 1 == self.total or now - self.last_s >= self.interval_s:
             self.last_s = now
-            print(f"step {step + 1}/{self.total}  {text}", file=self.stream, flush=True)
+            self._flush()
+
+    def note(self, text: str) -> None:
+        """Say something beside the steps, such as a warning."""
+        if self.bar is not None:
+            self.bar.write(text, file=self.stream)
+        else:
+            print(text, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is and free its line."""
+        """Leave the bar as it is and free its line; plain output ends with the last step."""
         if self.bar is not None:
             self.bar.close()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.unshown:
+            print(self.unshown, file=self.stream, flush=True)
+        self.unshown = ""
 
 
 def _brief(metrics: Mapping[str, Any]) -> str:

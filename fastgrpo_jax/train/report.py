@@ -51,7 +51,7 @@ def write_png(workdir: str | os.PathLike) -> pathlib.Path:
 
 
 def final_summary(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Make a table of the first five steps against the last five."""
+    """Make a table of the first five steps against the last five (halves of a shorter run)."""
     if not rows:
         return "no steps recorded"
     columns = {
@@ -66,11 +66,12 @@ def final_summary(rows: Sequence[Mapping[str, Any]]) -> str:
     columns["time in rollout"] = (rollout, ".0%")
     columns["time in training"] = (train, ".0%")
     columns["time elsewhere"] = (other, ".0%")
-    ends = min(_ENDS, len(rows))
+    ends = max(1, min(_ENDS, len(rows) // 2))  # never the same steps at both ends
     lines = [f"{f'{len(rows)} steps':<18}{f'first {ends}':>12}{f'last {ends}':>12}{'change':>12}"]
     for name, (values, form) in columns.items():
         first, last = _mean(values[:ends]), _mean(values[-ends:])
-        cells = (_cell(first, form), _cell(last, form), _cell(last - first, "+" + form))
+        change = last - first if len(rows) > 1 else math.nan
+        cells = (_cell(first, form), _cell(last, form), _cell(change, "+" + form))
         lines.append(f"{name:<18}" + "".join(f"{cell:>12}" for cell in cells))
     return "\n".join(lines)
 

@@ -119,4 +119,8 @@ def test_bad_options_have_one_clear_error(tmp_path, capsys, argv, message):
 
 def test_an_unknown_suite_lists_the_suites(capsys):
     assert bench.main(["speed"]) == 2
-    assert "lossless, rollout" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "suite is 'speed'; allowed: lossless, rollout" in err
+    assert bench.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "suites: lossless, rollout" in out and "'" not in out

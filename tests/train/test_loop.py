@@ -168,6 +168,7 @@ def test_a_signal_saves_the_finished_steps_and_says_how_to_resume(tmp_path, numb
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
+    assert f"{number.name}: saving soon" in err
     assert "To resume:" in err and "Traceback" not in err
     done = len(metrics.read(tmp_path))
     manager = checkpoint.open_manager(tmp_path, 2)
@@ -186,6 +187,7 @@ def answer(capsys, *argv):
     ("flag", "message"),
     [
         ("--config.model.name=/no/such.gguf", "there is no such file"),
+        ("--config.model.name=/", "model.name is '/': that directory has no config.json"),
         ("--config.loss.name=ppo", "loss.name is 'ppo'; allowed: grpo, dapo"),
         ("--config.task.group=1", "task.group is 1; allowed: 2 or more"),
         ("--config.optim.micro_batches=3", "optim.micro_batches is 3; allowed: divisors of 8"),
@@ -244,6 +246,17 @@ def test_none_rewards_teach_nothing_and_do_not_stop_the_run(tmp_path):
     assert row["grad_norm"] == 0.0
 
 
+def test_a_run_that_cannot_learn_is_warned_of(capsys, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [0.5] * len(completions)\n")
+    c = config(sampling__temperature=0, reward__functions=f"{path}:score")
+    loop.train(c, tmp_path / "run")
+    err = capsys.readouterr().err
+    assert "warning: sampling.temperature is 0" in err
+    assert "for 3 steps no group had rewards that differ" in err
+    assert "the last reward is 0.500" in err
+
+
 def test_an_unreadable_data_row_is_named_by_file_and_line(capsys, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "What is 1 + 1?", "answer": 2}\n{"prompt": \n')
@@ -268,6 +281,16 @@ def test_a_workdir_that_cannot_be_is_refused_before_the_model_is_loaded(capsys, 
     assert main.main(["--config=tiny", f"--workdir={path}"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --workdir is") and "loading" not in err
+
+
+def test_a_checkpoint_that_lost_a_file_is_answered_once(tmp_path, capfd):
+    loop.train(config(steps=1), tmp_path)
+    for path in (tmp_path / "checkpoints" / "1" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(base.UserError, match=r"checkpoint 1 in .* \(\S.*\); use another"):
+        loop.train(config(), tmp_path)
+    assert "ERROR" not in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, straight):

@@ -190,12 +190,28 @@ def test_plain_output_has_a_line_now_and_then_and_the_last():
     ]
 
 
+def test_plain_output_ends_with_the_last_step_that_was_done():
+    out = io.StringIO()
+    progress = metrics.Progress(9, 0, out, interval_s=3600.0)
+    for step in range(3):
+        progress.step(step, {"reward": 0.25 * step})
+    progress.note("warning: so it is")
+    progress.close()
+    assert out.getvalue().splitlines() == [
+        "step 1/9  reward 0.000",
+        "warning: so it is",
+        "step 3/9  reward 0.500",
+    ]
+
+
 def test_a_terminal_has_a_bar_that_starts_at_the_resumed_step():
     out = Terminal()
     progress = metrics.Progress(4, 2, out)
     progress.phase("rollout")
     progress.step(2, {"reward": 0.5, "rollout/tokens_per_s": 120.4})
     progress.step(3, {"reward": 0.75})
+    progress.note("a note of its own line")
     progress.close()
+    assert "a note of its own line\n" in out.getvalue()
     last = out.getvalue().split("\r")[-1]
     assert "rollout" in last and "4/4" in last and "reward 0.750" in last

@@ -73,8 +73,14 @@ def test_the_table_tolerates_short_and_bare_runs():
     assert report.final_summary([]) == "no steps recorded"
     table = report.final_summary([{"step": 0, "reward": 0.5}]).splitlines()
     assert table[0].split() == ["1", "steps", "first", "1", "last", "1", "change"]
-    assert table[1].split() == ["reward", "0.500", "0.500", "+0.000"]
+    assert table[1].split() == ["reward", "0.500", "0.500", "-"]
     assert table[2].split()[-3:] == ["-", "-", "-"]
+
+
+def test_the_table_of_a_short_run_compares_its_halves():
+    table = report.final_summary(rows_of(5)).splitlines()
+    assert table[0].split() == ["5", "steps", "first", "2", "last", "2", "change"]
+    assert table[1].split() == ["reward", "0.050", "0.350", "+0.300"]
 
 
 def test_smoothing_starts_unbiased_and_skips_gaps():
