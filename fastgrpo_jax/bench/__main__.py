@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 
-SUITES = ("lossless", "rollout")
+SUITES = ("lossless", "rollout", "drafter")
 
 
 def main(argv: list[str]) -> int:
@@ -33,10 +33,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m, a directory, a .gguf")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--compilation_cache", default="~/.cache/fastgrpo_jax", help="folder; empty: none"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     suite.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    if args.compilation_cache:
+        import jax
+
+        folder = os.path.expanduser(args.compilation_cache)
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
-        return suite.run(parser.parse_args(argv[1:]))
+        return suite.run(args)
     except base.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -66,6 +66,11 @@ def integers(text: str) -> tuple[int, ...]:
     return found
 
 
+def open_task(name: str, seed: int) -> data.Task:
+    """Open a task in the sizes that all suites use."""
+    return data.open_task(name, seed=seed, shuffle=False, max_operand=20, max_terms=5)
+
+
 def chat_prompts(model: load.LoadedModel, task: data.Task, count: int, limit: int):
     """Render the first prompts of a task that have at most `limit` tokens."""
     rendering = data.Rendering(
@@ -109,10 +114,14 @@ def train_drafter(
     temperature: float,
     seed: int,
     group: int,
+    *,
+    learning_rate: float = 1e-3,
+    weights: distill.DistillConfig | None = None,
+    heard: Callable[[int, float], None] = lambda step, loss: None,
 ) -> tuple[base.EagleConfig, base.Params, float]:
     """Train a drafter from random on finished rollouts of whole groups, one a step.
 
-    Returns it and its last loss.
+    Returns it and its last loss; `heard` is told of every tenth step and the last.
     """
     config = eagle.config_for(model.config, kind)
     params = eagle.init(jax.random.key(seed + 1), config)
@@ -122,8 +131,8 @@ def train_drafter(
         eagle=config,
         loss=grpo.LossConfig(),
         optim=optim.OptimConfig(),
-        drafter_optim=optim.OptimConfig(learning_rate=1e-3, warmup_steps=5),
-        distill=distill.DistillConfig(),
+        drafter_optim=optim.OptimConfig(learning_rate=learning_rate, warmup_steps=5),
+        distill=weights or distill.DistillConfig(),
         max_response=max(span, 1),
         max_prompt=int(max(b.prompt_length.max() for b in batches)),
         group=group,
@@ -147,6 +156,8 @@ def train_drafter(
                 temperature=jnp.full(rows, temperature, jnp.float32),
             ),
         )
+        if (i + 1) % 10 == 0 or i + 1 == steps:
+            heard(i + 1, float(loss))
     return config, state.params, float(loss)
 
 

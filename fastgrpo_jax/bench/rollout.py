@@ -2,16 +2,22 @@
 
 Methods: plain_nodrop (finished rows are kept until all are done, as the papers' baseline does),
 plain (finished rows are dropped), eagle2_fixed (one deterministic tree at every concurrency),
-fastgrpo (tree by live concurrency, shared noise), ngram (chain by live concurrency), and
-hf_generate (transformers on CPU torch, same weights, float32; needs torch).
+fastgrpo (tree by live concurrency, shared noise), beg_mab and goodput (adaptive), ngram (chain
+by live concurrency), hf_generate (transformers on CPU torch, same weights, float32; needs
+torch), and any one strategy at every concurrency, such as learned:2:1:3.
+
+Adaptive controllers keep what they have seen from one repeat to the next, as in training.
+With --drafter=oracle:A, `bound_ratio` is what the best chain could reach over plain decoding if
+a round cost no more than its bare forward: max over chains of E[tokens] / measured cost.
 
 Rows come in groups; --rows=8,32 --group=8 answers 1 and 4 prompts. With --lengths=forced every
 row gets exactly --tokens tokens; with natural, rows end at their stop tokens.
 """
 
-import dataclasses
+import functools
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,12 +27,30 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common, hf_generate
-from fastgrpo_jax.models import eagle, load
-from fastgrpo_jax.rollout import buckets, calibrate, decode, draft_oracle, generate, strategy
-from fastgrpo_jax.train import data
+from fastgrpo_jax.models import eagle, eagle_file, load, policy
+from fastgrpo_jax.rollout import (
+    bandit,
+    buckets,
+    calibrate,
+    costs,
+    decode,
+    draft_oracle,
+    generate,
+    goodput,
+    strategy,
+)
 
-METHODS = ("plain_nodrop", "plain", "eagle2_fixed", "fastgrpo", "ngram", "hf_generate")
-SPECULATIVE = ("eagle2_fixed", "fastgrpo", "ngram")
+METHODS = (
+    "plain_nodrop",
+    "plain",
+    "eagle2_fixed",
+    "fastgrpo",
+    "beg_mab",
+    "goodput",
+    "ngram",
+    "hf_generate",
+)
+PLAIN = ("plain_nodrop", "plain", "hf_generate")
 
 
 def add_arguments(parser) -> None:
@@ -46,8 +70,12 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--drafter",
         default="train:40",
-        help="train:STEPS (on this policy's own rollouts), random, or oracle:ACCEPTANCE",
+        help="train:STEPS (on this policy's own rollouts), random, FILE.safetensors (bench "
+        "drafter), none, or oracle:ACCEPTANCE",
     )
+    parser.add_argument("--show_costs", action="store_true", help="print the cost table")
+    parser.add_argument("--measure_seconds", type=float, default=120.0, help="of the cost table")
+    parser.add_argument("--explore", type=float, default=0.02, help="goodput's share of time")
     parser.add_argument("--kind", default="fastgrpo", choices=eagle.KINDS)
     parser.add_argument("--fixed", default="learned:3:4:8", help="tree of eagle2_fixed")
     parser.add_argument("--c_peak", type=int, default=0, help="0: measured")
@@ -62,148 +90,226 @@ class Bench(NamedTuple):
     limits: generate.Limits
     head: base.EagleConfig | None
     weights: decode.Weights
-    c_peak: int
+    table: costs.Table | None
+    accept: float | None  # of the oracle, where it drafts
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Name the drafters that adaptive controllers choose from."""
+        if self.accept is not None:
+            return ("oracle",)
+        return ("learned", "ngram") if self.head else ("ngram",)
 
 
 def run(args) -> int:
     """Run the suite."""
     if args.quick:
         args.repeats, args.tokens = 2, min(args.tokens, 16)
+        args.measure_seconds = 0.0
         args.drafter = "random" if args.drafter.startswith("train") else args.drafter
     methods = args.methods.split(",")
     for name in methods:
         if name not in METHODS:
-            raise base.UserError(f"--methods holds {name!r}; allowed: {', '.join(METHODS)}")
+            _strategy(name)
     if "hf_generate" in methods and importlib.util.find_spec("torch") is None:
         raise base.UserError(
             "--methods=hf_generate needs torch: pip install 'fastgrpo-jax[parity]'"
         )
-    accept = args.drafter.removeprefix("oracle:")
-    if args.drafter != accept and not accept.replace(".", "", 1).isdecimal():
-        raise base.UserError(f"--drafter is {args.drafter!r}; allowed: oracle:0.8 and the like")
     if not 0 <= args.temperature < float("inf"):
         raise base.UserError(f"--temperature is {args.temperature}; allowed: 0 or more")
     sizes = common.integers(args.rows)
     bench = _open(args, sizes, methods)
+    if args.show_costs:
+        common.say(costs.describe(_table(bench), sizes, bench.drafters))
     table = []
     for rows in sizes:
         table += _measure(bench, rows, methods)
-    summary = {"c_peak": bench.c_peak, "drafter": args.drafter, "temperature": args.temperature}
+    summary = {"drafter": args.drafter, "temperature": args.temperature}
+    if bench.table:
+        summary["c_peak"] = args.c_peak or costs.c_peak(bench.table)
     for row in table:
         summary[f"{row['method']}@{row['rows']}"] = row["ratio_vs_plain"]
     common.write(args.out, "rollout", args, bench.model, table, summary)
     return 0
 
 
+def _strategy(name: str) -> base.DraftStrategy:
+    """Read a method that is a strategy."""
+    try:
+        return strategy.parse(name)
+    except base.UserError as error:
+        raise base.UserError(
+            f"--methods holds {name!r}; allowed: {', '.join(METHODS)}, or drafter:depth:width:nodes"
+        ) from error
+
+
 def _open(args, sizes, methods) -> Bench:
+    word, _, number = args.drafter.partition(":")
+    good = {"random": not number, "none": not number, "train": number.isdecimal()}
+    good["oracle"] = number.replace(".", "", 1).isdecimal() and 0 <= float(number) <= 1
+    if not good.get(word, args.drafter.endswith(".safetensors")):
+        raise base.UserError(
+            f"--drafter is {args.drafter!r}; allowed: train:STEPS, random, none, "
+            "FILE.safetensors, oracle:ACCEPTANCE such as oracle:0.8"
+        )
     model = load.load(args.model, args.dtype, args.seed)
     count = max(-(-rows // min(args.group, rows)) for rows in sizes)
-    task = data.open_task(args.task, seed=args.seed, shuffle=False, max_operand=20, max_terms=5)
-    prompts = common.chat_prompts(model, task, count, args.max_prompt)
+    prompts = common.chat_prompts(
+        model, common.open_task(args.task, args.seed), count, args.max_prompt
+    )
     longest = max(map(len, prompts))
     limits = generate.Limits(longest, args.tokens, longest + args.tokens)
     weights = decode.Weights(jax.tree.map(jnp.asarray, model.params))
-    bench = Bench(args, model, prompts, limits, None, weights, args.c_peak)
-    drafts = [m for m in methods if m in SPECULATIVE]
-    if not drafts:
+    accept = float(number) if word == "oracle" else None
+    bench = Bench(args, model, prompts, limits, None, weights, None, accept)
+    if set(methods) <= set(PLAIN) and not args.show_costs:
         return bench
-    if not bench.c_peak and {"fastgrpo", "ngram"} & set(drafts):
-        bench = bench._replace(c_peak=calibrate.c_peak(model.config, weights))
-        common.say(f"C_peak {bench.c_peak}")
-    if set(drafts) == {"ngram"} or args.drafter.startswith("oracle:"):
-        return bench
-    head, params = _drafter(bench)
-    weights = weights._replace(eagle=params, tau=jnp.float32(1))
-    return bench._replace(head=head, weights=weights)
+    if word not in ("none", "oracle") and set(methods) - {*PLAIN, "ngram"}:
+        head, params = _drafter(bench)
+        weights = weights._replace(eagle=params, tau=jnp.float32(1))
+        bench = bench._replace(head=head, weights=weights)
+    return bench._replace(table=_table(bench))
+
+
+def _table(bench: Bench) -> costs.Table:
+    """Read or measure the cost table."""
+    config = bench.model.config
+
+    def measure():
+        common.say(f"measuring what rounds cost, for about {bench.args.measure_seconds:.0f} s")
+        return calibrate.measure(
+            config, bench.head, bench.weights, budget_s=bench.args.measure_seconds
+        )
+
+    folder = "" if bench.args.quick else bench.args.compilation_cache
+    return bench.table or calibrate.cached(folder, config, bench.head, measure)
 
 
 def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params]:
-    """Make the learned drafter: random, or trained on the policy's own rollouts."""
+    """Make the learned drafter: random, from a file, or trained on the policy's own rollouts."""
     args = bench.args
     if args.drafter == "random":
         config = eagle.config_for(bench.model.config, args.kind)
         return config, eagle.init(jax.random.key(args.seed + 1), config)
-    word, _, steps = args.drafter.partition(":")
-    if word != "train" or not steps.isdigit():
-        raise base.UserError(
-            f"--drafter is {args.drafter!r}; allowed: train:STEPS, random, oracle:ACCEPTANCE"
-        )
-    count = 8  # groups of eight, of other prompts of the task
-    task = data.open_task(args.task, seed=args.seed + 1, shuffle=False, max_operand=20, max_terms=5)
+    if args.drafter.endswith(".safetensors"):
+        config, params = eagle_file.load(args.drafter, bench.model.config)
+        return config, jax.tree.map(jnp.asarray, params)
+    count, steps = 8, int(args.drafter.partition(":")[2])  # groups of eight, of other prompts
+    task = common.open_task(args.task, args.seed + 1)
     prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
-    played = _player(bench, "plain", count * 8, prompts, 8)(1000).batch
+    played = _player(bench, "plain", prompts, 8)(1000).batch
     batches = common.groups(played, 8)
     config, params, loss = common.train_drafter(
-        bench.model, args.kind, batches, int(steps), args.temperature, args.seed, 8
+        bench.model, args.kind, batches, steps, args.temperature, args.seed, 8
     )
     common.say(f"trained the drafter for {steps} steps on {count} prompts: loss {loss:.3f}")
     return config, params
 
 
-def _controller(bench: Bench, method: str, drafter: str) -> strategy.Controller:
-    if method in ("plain", "plain_nodrop"):
+def _controller(bench: Bench, method: str) -> strategy.Controller:
+    if method in PLAIN:
         return common.plain()
-    if method == "eagle2_fixed":
-        fixed = strategy.parse(bench.args.fixed)
-        return strategy.constant(method, dataclasses.replace(fixed, drafter=drafter))
-    return strategy.fastgrpo(
-        bench.c_peak, n_max=160, depth_max=5, width_max=8, alpha=0.75, drafter=drafter
-    )
+    if method not in METHODS:
+        return strategy.constant(method, _strategy(method))
+    args, table = bench.args, bench.table
+    arms = functools.cache(lambda rows: costs.arms(table, rows, bench.drafters))
+    if method == "goodput":
+        settings = goodput.Settings(explore=args.explore)
+        return goodput.controller(arms, functools.partial(costs.seconds, table), settings)
+    if method == "beg_mab":
+        return bandit.controller(arms)
+    inner = strategy.constant(method, strategy.parse(args.fixed))
+    if method != "eagle2_fixed":
+        inner = strategy.fastgrpo(
+            args.c_peak or costs.c_peak(table),
+            n_max=160,
+            depth_max=5,
+            width_max=8,
+            alpha=0.75,
+            drafter="ngram" if method == "ngram" else "learned",
+        )
+    if bench.accept is None or method == "ngram":
+        return inner
+    return strategy.by_rows(method, lambda rows: _told(inner.possible(rows)[0]))
 
 
-def _oracle_controller(bench: Bench, method: str) -> strategy.Controller:
-    """Give the oracle, whose trees are fans, a chain as long as the method's tree is deep."""
-    inner = _controller(bench, method, "learned")
-
-    def swap(rows):
-        chosen = inner.choose(rows, 0)
-        if not chosen.depth:
-            return chosen
-        return base.DraftStrategy("oracle", chosen.depth, 1, chosen.depth + 1)
-
-    return strategy.Controller(method, lambda rows, block: swap(rows), lambda rows: (swap(rows),))
+def _told(choice: base.DraftStrategy) -> base.DraftStrategy:
+    """Give the oracle, whose trees are fans, a chain as long as a tree is deep."""
+    if not choice.depth:
+        return choice
+    return base.DraftStrategy("oracle", choice.depth, 1, choice.depth + 1)
 
 
-def _player(
-    bench: Bench, method: str, rows: int, prompts, group: int
-) -> Callable[[int], generate.Rollout]:
+def _player(bench: Bench, method: str, prompts, group: int) -> Callable[[int], generate.Rollout]:
     """Make the function that runs one rollout of a method; its argument varies the noise."""
     args = bench.args
-    oracle = args.drafter.startswith("oracle:") and method in ("eagle2_fixed", "fastgrpo")
-    drafter = "ngram" if method == "ngram" else "learned"
-    controller = (
-        _oracle_controller(bench, method) if oracle else _controller(bench, method, drafter)
-    )
-    learned = drafter == "learned" and method in SPECULATIVE and not oracle
+    controller = _controller(bench, method)
+    ladder = buckets.row_ladder(len(prompts) * group)
+    used = {s.drafter for rows in ladder for s in controller.possible(rows)}
     spec = decode.Spec(
         bench.model.config,
-        bench.head if learned else None,
+        bench.head if "learned" in used else None,
         group,
         shared_noise=method != "eagle2_fixed",
     )
-    ladder = buckets.row_ladder(len(prompts) * group)
     stop = () if args.lengths == "forced" else bench.model.stop_tokens
-    step = bench.limits.total if method.startswith("plain") else bench.limits.total + 16
+    step = bench.limits.total + (16 if used - {"off"} else 0)
     engine = common.engine_for(spec, ladder, bench.limits, stop, [controller], step)
     engine.keep_finished = method == "plain_nodrop"
-    weights = bench.weights if learned else bench.weights._replace(eagle=None)
-
-    plain = _player(bench, "plain", rows, prompts, group) if oracle else None
+    weights = bench.weights if "learned" in used else bench.weights._replace(eagle=None)
+    plain = _player(bench, "plain", prompts, group) if "oracle" in used else None
+    memory: strategy.Memory = {}
 
     def play(noise: int) -> generate.Rollout:
+        nonlocal memory
         request = generate.Request(prompts, tuple(range(len(prompts))), args.seed, noise)
+        known = (
+            weights._replace(oracle=_answers(plain(noise).batch, bench.accept))
+            if plain
+            else weights
+        )
         settings = generate.Settings(args.temperature)
-        used = weights
-        if oracle:
-            known = plain(noise).batch
-            accept = jnp.float32(float(args.drafter.partition(":")[2]))
-            tokens = np.where(
-                np.arange(known.tokens.shape[1]) < known.length[:, None], known.tokens, -1
-            )
-            used = weights._replace(oracle=draft_oracle.OracleParams(jnp.asarray(tokens), accept))
-        return generate.rollout(engine, used, request, settings, bench.limits, controller)
+        done = generate.rollout(
+            engine, known, request, settings, bench.limits, controller, memory=memory
+        )
+        memory = done.memory
+        return done
 
     return play
+
+
+def _answers(batch: base.RolloutBatch, accept: float) -> draft_oracle.OracleParams:
+    """Tell the oracle what plain decoding says."""
+    known = np.arange(batch.tokens.shape[1]) < batch.length[:, None]
+    tokens = jnp.asarray(np.where(known, batch.tokens, -1))
+    return draft_oracle.OracleParams(tokens, jnp.float32(accept))
+
+
+def _bound(bench: Bench, rows: int) -> float:
+    """Find what the best chain of the oracle could gain if rounds cost their bare forward."""
+    config, slots = bench.model.config, bench.limits.total + 16
+    choices = (base.PLAIN, *costs.candidates("oracle"))
+    runs = {str(s): _bare(config, bench.weights, rows, s.nodes, slots) for s in choices}
+    found = common.interleave(runs, max(bench.args.repeats, 5))
+    plain = statistics.median(found["off"])
+    return max(
+        costs.tokens_at(s, bench.accept) * plain / statistics.median(found[str(s)]) for s in choices
+    )
+
+
+def _bare(config, weights, rows: int, nodes: int, slots: int) -> Callable[[int], float]:
+    """Make the function that times a forward of so many rows and tokens."""
+    tokens = jnp.zeros((rows, nodes), jnp.int32)
+    cache = policy.new_cache(config, rows, slots)
+
+    def run(_: int) -> float:
+        nonlocal cache
+        began = time.perf_counter()
+        out, cache = decode.forward(config, weights.policy, tokens, cache)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    return run
 
 
 def _measure(bench: Bench, rows: int, methods) -> list[dict]:
@@ -220,7 +326,7 @@ def _measure(bench: Bench, rows: int, methods) -> list[dict]:
                 bench.model, prompts, group, bench.args, bench.limits.response
             )
             continue
-        play = _player(bench, method, rows, prompts, group)
+        play = _player(bench, method, prompts, group)
 
         def timed(noise: int, play=play, method=method) -> float:
             """Play until nothing compiles: the same noise takes the same buckets again."""
@@ -233,7 +339,12 @@ def _measure(bench: Bench, rows: int, methods) -> list[dict]:
 
         runs[method] = timed
     found = common.interleave(runs, bench.args.repeats)
-    return [_row(rows, method, found, last.get(method)) for method in methods]
+    table = [_row(rows, method, found, last.get(method)) for method in methods]
+    if bench.accept is not None:
+        bound = round(_bound(bench, rows), 3)
+        common.say(f"rows {rows}  bound_ratio {bound}")
+        table = [row | {"bound_ratio": bound} for row in table]
+    return table
 
 
 def _row(rows: int, method: str, found: dict[str, list[float]], last) -> dict:

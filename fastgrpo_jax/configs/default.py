@@ -40,7 +40,13 @@ def get_config() -> config_dict.ConfigDict:
     c.sampling.stop_tokens = ""  # further stop tokens, comma-separated texts or ids
 
     c.rollout = config_dict.ConfigDict()
-    c.rollout.controller = "fastgrpo"  # off | fixed | fastgrpo
+    c.rollout.controller = "goodput"  # off | fixed | fastgrpo | beg_mab | goodput
+    # goodput, beg_mab: what they choose from beside off, comma-separated drafter:depth:width:nodes;
+    # empty: what the cost table says can pay, learned and n-gram.
+    c.rollout.strategies = ""
+    c.rollout.explore = 0.02  # goodput: share of the time that trying other choices may cost
+    c.rollout.timing = "live"  # live | frozen: costs from the start's table alone, exact resume
+    c.rollout.measure_seconds = 60.0  # of the cost table at start; kept in compilation_cache
     c.rollout.strategy = "learned:2:1:3"  # of `fixed`: drafter:depth:width:nodes
     c.rollout.draft_noise = "shared"  # shared | off (the papers' deterministic EAGLE-2 tree)
     c.rollout.draft_tau = 1.0  # temperature of a node's estimated acceptance
@@ -57,6 +63,7 @@ def get_config() -> config_dict.ConfigDict:
 
     c.drafter = config_dict.ConfigDict()
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
+    c.drafter.init = ""  # FILE.safetensors of `bench drafter` to start from; empty: random
     c.drafter.learning_rate = 1e-4
     c.drafter.max_grad_norm = 0.5
     c.drafter.feature_weight = 2.0  # of SmoothL1(next_feature, f); eagle's paper has 1.0

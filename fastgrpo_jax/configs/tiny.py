@@ -14,6 +14,7 @@ def get_config():
     c.task.group = 4
     c.task.max_prompt_length = 64
     c.sampling.max_response_length = 16
+    c.rollout.controller = "fastgrpo"  # so small a model would never pay for drafts
     c.rollout.c_peak = 16
     c.rollout.slot_step = 64
     c.loss.head_chunk = 64

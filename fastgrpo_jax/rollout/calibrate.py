@@ -1,48 +1,105 @@
-"""Measuring the machine: the knee C_peak of throughput against tokens per forward."""
+"""Measuring the machine: seconds of a forward and of a drafter's step, by number of tokens."""
 
+import hashlib
+import os
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import policy
-from fastgrpo_jax.rollout import decode, strategy
+from fastgrpo_jax.models import eagle, policy
+from fastgrpo_jax.rollout import costs, decode
 
-SLOTS = 64  # a short cache: the knee is one of the weights' matmuls
+SLOTS = 64  # a short cache: the curve is one of the weights' matmuls
+# The ends first, then the middles, so that whenever time runs out the curve is spanned.
+SIZES = (1, 64, 8, 256, 2, 16, 32, 4, 128, 512)
 
 
-def c_peak(
+def measure(
     config: base.PolicyConfig,
+    head: base.EagleConfig | None,
     weights: decode.Weights,
     *,
-    largest: int = 512,
-    repeats: int = 3,
-    clock=time.perf_counter,
-) -> int:
-    """Measure the smallest batch of one-token forwards with 95 % of the best tokens/s.
+    budget_s: float,
+    sizes: tuple[int, ...] = SIZES,
+    repeats: int = 5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> costs.Table:
+    """Measure the curves, as many of the sizes as the budget allows, three at least.
 
-    Batches are the powers of two; it stops when two doublings in a row gained less than 5 %.
+    Compiling counts too; with a persistent compilation cache it is paid once.
     """
-    rates: dict[int, float] = {}
-    rows = 1
-    while rows <= largest:
-        rates[rows] = rows / _seconds(config, weights, rows, repeats, clock)
-        earlier = [rate for batch, rate in rates.items() if batch <= rows // 4]
-        if earlier and max(rates.values()) < 1.05 * max(earlier):
+    began = clock()
+    forward: dict[int, float] = {}
+    draft: dict[int, float] = {}
+    for size in sizes:
+        if len(forward) >= 3 and clock() - began > budget_s:
             break
-        rows *= 2
-    return strategy.knee(rates)
+        forward[size] = _policy_seconds(config, weights, size, repeats, clock)
+        if head is not None and weights.eagle is not None:
+            draft[size] = _draft_seconds(head, weights, size, repeats, clock)
+    return costs.Table(device(), dict(sorted(forward.items())), dict(sorted(draft.items())))
 
 
-def _seconds(config, weights, rows, repeats, clock) -> float:
-    """Take the shortest of some forwards of `rows` rows with one token each."""
-    tokens = jnp.zeros((rows, 1), jnp.int32)
-    cache = policy.new_cache(config, rows, SLOTS)
+def device() -> str:
+    """Name what is measured: the kind of the device, and the cores of a CPU."""
+    one = jax.devices()[0]
+    cores = f", {os.cpu_count()} cores" if one.platform == "cpu" else ""
+    return f"{one.platform} {one.device_kind}{cores}"
+
+
+def _shortest(run: Callable, repeats: int, clock) -> float:
+    """Take the shortest of some runs; the first one compiles."""
     best = float("inf")
-    for _ in range(repeats + 1):  # the first one compiles
+    for _ in range(repeats + 1):
         began = clock()
-        out, cache = decode.forward(config, weights.policy, tokens, cache)
-        jax.block_until_ready(out)
+        jax.block_until_ready(run())
         best = min(best, clock() - began)
     return best
+
+
+def _policy_seconds(config, weights, rows, repeats, clock) -> float:
+    """Time forwards of `rows` rows with one token each."""
+    tokens = jnp.zeros((rows, 1), jnp.int32)
+    cache = policy.new_cache(config, rows, SLOTS)
+
+    def run():
+        nonlocal cache
+        out, cache = decode.forward(config, weights.policy, tokens, cache)
+        return out
+
+    return _shortest(run, repeats, clock)
+
+
+def _draft_seconds(head, weights, rows, repeats, clock) -> float:
+    """Time the drafter's steps of `rows` rows with one node each."""
+    cache = eagle.new_cache(head, rows, SLOTS)
+    feature = jnp.zeros((rows, 1, head.hidden), jnp.dtype(head.dtype))
+
+    def run():
+        nonlocal cache
+        out, cache = decode.draft_step(head, decode.learned(weights), feature, cache)
+        return out
+
+    return _shortest(run, repeats, clock)
+
+
+def cached(
+    folder: str, config: base.PolicyConfig, head: base.EagleConfig | None, make: Callable
+) -> costs.Table:
+    """Read the table of this device, model shape and dtype from a folder, or make and keep it.
+
+    `folder` empty: nothing is kept.
+    """
+    if not folder:
+        return make()
+    name = f"{device()} {config} {head} {jax.__version__}"
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    path = os.path.join(os.path.expanduser(folder), f"costs-{digest}.json")
+    table = costs.load(path)
+    if table is None:
+        table = make()
+        costs.save(path, table)
+    return table

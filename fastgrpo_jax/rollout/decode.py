@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import cache as cache_lib
-from fastgrpo_jax.models import policy
+from fastgrpo_jax.models import eagle, policy
 from fastgrpo_jax.rollout import accept, draft_eagle, draft_ngram, draft_oracle, sampling, tree
 
 
@@ -336,6 +336,25 @@ def _forward(config, params, tokens, cache):
 
 
 forward = jax.jit(_forward, static_argnums=0, donate_argnums=3)
+
+
+def _draft_step(config, weights: draft_eagle.Weights, feature, cache):
+    """Run one bare step of the drafter with its head on a node of each row."""
+    rows, slots = feature.shape[0], cache.k[0].shape[2]
+    place = jnp.zeros((rows, 1), jnp.int32)
+    _, hidden, cache = eagle.Eagle(config).apply(
+        {"params": weights.params},
+        feature,
+        policy.embed(weights.embed, place, feature.dtype),
+        place,
+        jnp.arange(slots) <= place[..., None],
+        cache,
+        jnp.zeros(rows, jnp.int32),
+    )
+    return policy.logits(hidden, weights.head).max(axis=-1), cache
+
+
+draft_step = jax.jit(_draft_step, static_argnums=0, donate_argnums=3)
 
 
 def _cast_tree(tree, dtype):

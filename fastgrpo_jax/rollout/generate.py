@@ -81,7 +81,9 @@ class BlockRecord(NamedTuple):
 class Rollout(NamedTuple):
     """A finished rollout: what was said, and how it went.
 
-    compiled: programs that were compiled meanwhile; their time is in the seconds too.
+    compiled: programs that were compiled meanwhile; their time is in prefill_seconds and
+      decode_seconds, but not in the blocks' own.
+    memory: what the controller has seen, to begin the next rollout with.
     """
 
     batch: base.RolloutBatch
@@ -89,6 +91,7 @@ class Rollout(NamedTuple):
     prefill_seconds: float
     decode_seconds: float
     compiled: int
+    memory: strategy.Memory
 
 
 def make_engine(
@@ -264,18 +267,21 @@ def rollout(
     limits: Limits,
     controller: strategy.Controller,
     look: Callable[[int], None] = lambda live: None,
+    memory: strategy.Memory | None = None,
 ) -> Rollout:
     """Answer P prompts G times each.
 
     The tokens depend on the weights, the request, the settings and the limits alone. `look` is
-    told the number of live rows before each block, and may raise to stop the rollout.
+    told the number of live rows before each block, and may raise to stop the rollout. `memory`
+    is what the controller has seen in earlier rollouts.
 
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
     clock, known = time.perf_counter(), len(engine.pool.programs)
-    first = controller.choose(engine.rows[-1], 0)
-    state = jax.block_until_ready(_begin(engine, weights, request, limits, first.span))
+    memory = memory or {}
+    span = max(choice.span for choice in controller.possible(engine.rows[-1]))
+    state = jax.block_until_ready(_begin(engine, weights, request, limits, span))
     prefilled = time.perf_counter()
     sample = _settings(request, engine.spec.group, settings)
     stop = jnp.asarray(engine.stop_tokens, jnp.int32)
@@ -286,7 +292,8 @@ def rollout(
     while len(live):
         look(len(live))
         size = bucket.rows if engine.keep_finished else buckets.at_least(engine.rows, len(live))
-        choice = controller.choose(size, len(blocks))
+        now = strategy.Situation(base.Bucket(size, bucket.slots), len(live), len(blocks))
+        choice, rounds = controller.choose(memory, now, engine.rounds)
         need = int(length[live].max()) - 1 + choice.span
         state, bucket, rows_of = _fit(engine, state, bucket, rows_of, live, need)
         if choice.drafter == "learned" and not ready:
@@ -296,7 +303,7 @@ def rollout(
             )
         ready = choice.drafter == "learned"
         shrink_to = 0 if engine.keep_finished else buckets.below(engine.rows, bucket.rows)
-        began = time.perf_counter()
+        began, compiling = time.perf_counter(), engine.pool.seconds
         state, report = pool_lib.call(
             engine.pool,
             ("block", bucket, choice),
@@ -307,16 +314,14 @@ def rollout(
             stop,
             state,
             jnp.int32(shrink_to),
-            jnp.int32(engine.rounds),
+            jnp.int32(rounds),
         )
         report = jax.device_get(report)
+        seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
         if not report.rounds:
             raise RuntimeError(f"no round fits {bucket} with {choice}: the slots are too few")
-        blocks.append(
-            BlockRecord(
-                bucket.rows, bucket.slots, choice, len(live), time.perf_counter() - began, report
-            )
-        )
+        blocks.append(BlockRecord(bucket.rows, bucket.slots, choice, len(live), seconds, report))
+        memory = controller.observe(memory, _outcome(now._replace(bucket=bucket), blocks[-1]))
         length, live = report.length, np.flatnonzero(~report.done)
     batch = _finish(jax.device_get(state.sequences))
     return Rollout(
@@ -325,6 +330,21 @@ def rollout(
         prefilled - clock,
         time.perf_counter() - prefilled,
         len(engine.pool.programs) - known,
+        memory,
+    )
+
+
+def _outcome(now: strategy.Situation, block: BlockRecord) -> strategy.Outcome:
+    r = block.report
+    return strategy.Outcome(
+        now,
+        block.strategy,
+        int(r.rounds),
+        int(r.row_rounds),
+        int(r.emitted),
+        tuple(map(int, r.accepted)),
+        tuple(map(int, r.tried)),
+        block.seconds,
     )
 
 

@@ -1,25 +1,80 @@
-"""Controllers: which draft strategy a bucket gets. Pure functions of what they are given."""
+"""Controllers: which draft strategy a bucket gets. Pure functions of what they are given.
+
+A controller carries no state of its own: what it has seen is its `Memory`, a nested dict of
+plain numbers that a checkpoint keeps as JSON, so that a resumed run decides as one that was
+never stopped.
+"""
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastgrpo_jax import base
 
 DRAFTERS = ("off", "learned", "ngram", "oracle")
 
 
+Memory = dict[str, Any]  # JSON values only
+
+
+class Situation(NamedTuple):
+    """What a controller sees before a block: the bucket it runs in, and the rows that live."""
+
+    bucket: base.Bucket
+    live: int
+    block: int  # blocks decoded so far in this rollout
+
+
+class Choice(NamedTuple):
+    """A strategy, and for at most how many rounds."""
+
+    strategy: base.DraftStrategy
+    rounds: int
+
+
+class Outcome(NamedTuple):
+    """What came of a block; counts are over its live rows, those of drafts by depth.
+
+    seconds: wall time of the block, compilation apart.
+    """
+
+    situation: Situation
+    strategy: base.DraftStrategy
+    rounds: int
+    row_rounds: int
+    emitted: int
+    accepted: tuple[int, ...]
+    tried: tuple[int, ...]
+    seconds: float
+
+
+def _forget_nothing(memory: Memory, *_) -> Memory:
+    return memory
+
+
 class Controller(NamedTuple):
     """A rule for choosing strategies.
 
-    choose(rows, block): the strategy of the next block, given the bucket's rows and the number
-      of blocks decoded so far.
-    possible(rows): every strategy that it may choose there, for the list of programs.
+    possible(rows): every strategy that it may choose in a bucket of so many rows.
+    choose(memory, situation, rounds): the next block, of at most `rounds` rounds.
+    observe(memory, outcome): the memory after a block.
+    renew(memory): the memory after the weights changed, so that what was seen counts less.
     """
 
     name: str
-    choose: Callable[[int, int], base.DraftStrategy]
     possible: Callable[[int], tuple[base.DraftStrategy, ...]]
+    choose: Callable[[Memory, Situation, int], Choice]
+    observe: Callable[[Memory, Outcome], Memory] = _forget_nothing
+    renew: Callable[[Memory], Memory] = _forget_nothing
+
+
+def by_rows(name: str, rule: Callable[[int], base.DraftStrategy]) -> Controller:
+    """Make the controller that goes by the bucket's rows alone."""
+    return Controller(
+        name,
+        lambda rows: (rule(rows),),
+        lambda memory, now, rounds: Choice(rule(now.bucket.rows), rounds),
+    )
 
 
 def parse(text: str) -> base.DraftStrategy:
@@ -52,15 +107,15 @@ def parse(text: str) -> base.DraftStrategy:
 
 def constant(name: str, strategy: base.DraftStrategy) -> Controller:
     """Make the controller that always chooses one strategy (`off` and `fixed`)."""
-    return Controller(name, lambda rows, block: strategy, lambda rows: (strategy,))
+    return by_rows(name, lambda rows: strategy)
 
 
 def cycle(strategies: tuple[base.DraftStrategy, ...]) -> Controller:
     """Make the controller that changes strategy at every block, to test switching."""
     return Controller(
         "cycle",
-        lambda rows, block: strategies[block % len(strategies)],
         lambda rows: tuple(dict.fromkeys(strategies)),
+        lambda memory, now, rounds: Choice(strategies[now.block % len(strategies)], rounds),
     )
 
 
@@ -97,11 +152,7 @@ def fastgrpo_strategy(
 
 def fastgrpo(c_peak: int, **limits) -> Controller:
     """Make FastGRPO's controller; `limits` are those of `fastgrpo_strategy`."""
-
-    def rule(rows):
-        return fastgrpo_strategy(rows, c_peak, **limits)
-
-    return Controller("fastgrpo", lambda rows, block: rule(rows), lambda rows: (rule(rows),))
+    return by_rows("fastgrpo", lambda rows: fastgrpo_strategy(rows, c_peak, **limits))
 
 
 def knee(tokens_per_second: dict[int, float]) -> int:

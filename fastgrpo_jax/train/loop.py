@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import calibrate, generate, strategy
+from fastgrpo_jax.rollout import calibrate, costs, generate, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 from fastgrpo_jax.train import checkpoint, data, grpo, metrics, report, rewards
 from fastgrpo_jax.train import setup as setup_lib
 from fastgrpo_jax.train import step as step_lib
 
+COSTS = "costs.json"
 _IDLE_STEPS = (3, 10, 30, 100, 300, 1000)  # in a row without an advantage: a warning comes
 # Keys that a resumed run may change; the others shape what has been learned.
 HARMLESS = ("steps", "log.", "checkpoint.", "compilation_cache")
@@ -81,7 +82,7 @@ class Memory(NamedTuple):
 
     cursor: int  # place in the data stream
     num_tokens: int  # of all sequences so far, prompts included
-    c_peak: int  # as measured at the first start; 0: not yet
+    controller: dict[str, Any]  # what the rollout's controller has seen
 
 
 def train(c, workdir: str | os.PathLike) -> None:
@@ -101,22 +102,19 @@ def train(c, workdir: str | os.PathLike) -> None:
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = Memory(0, 0, c.rollout.c_peak)
+    memory = Memory(0, 0, {})
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
-        memory = Memory(**extra)._replace(c_peak=c.rollout.c_peak or extra["c_peak"])
+        memory = Memory(**extra)
         say(f"resuming after step {int(state.step)}")
     if int(state.step) >= c.steps:
         say(f"all {int(state.step)} steps are done; raise --config.steps to go on")
         return
     _write_config(c, workdir)
-    if memory.c_peak == 0 and c.rollout.controller == "fastgrpo":
-        say("measuring C_peak, the machine's knee in tokens per forward")
-        peak = calibrate.c_peak(setup.model.config, setup_lib.weights(c, setup, state))
-        memory = memory._replace(c_peak=peak)
-    controller = setup_lib.controller(c, setup, memory.c_peak)
+    table = _costs(c, setup, state, workdir) if setup_lib.needs_costs(c) else None
+    controller = setup_lib.controller(c, setup, table)
     engine = setup_lib.engine(c, setup, controller)
-    _announce(c, setup, engine, controller, memory)
+    _announce(c, setup, engine, controller, table)
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
     writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
@@ -211,6 +209,7 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         setup.limits,
         run.controller,
         look,
+        memory.controller,
     )
     rolled = time.perf_counter()
     run.progress.phase("rewards")
@@ -238,7 +237,11 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         _step_batch(c, batch, advantages),
         row,
         _completions(c, prompts, texts, scores, advantages, batch),
-        memory._replace(cursor=cursor, num_tokens=num_tokens),
+        memory._replace(
+            cursor=cursor,
+            num_tokens=num_tokens,
+            controller=run.controller.renew(rollout.memory),  # the step changes the weights
+        ),
     )
 
 
@@ -288,12 +291,38 @@ def _completions(c, prompts, texts, scores, advantages, batch) -> list[dict[str,
     ]
 
 
-def _announce(c, setup, engine, controller, memory: Memory) -> None:
+def _costs(c, setup, state: base.TrainState, workdir: pathlib.Path) -> costs.Table:
+    """Read the run's cost table, or measure it at the run's first start.
+
+    It stays with the run, so that a resumed one decides as one that was never stopped.
+    """
+    table = costs.load(workdir / COSTS)
+    if table is not None:
+        if table.device != calibrate.device():
+            say(f"warning: {workdir / COSTS} is of another machine ({table.device})")
+        return table
+
+    def measure() -> costs.Table:
+        say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
+        weights = setup_lib.weights(c, setup, state)
+        budget_s = c.rollout.measure_seconds
+        return calibrate.measure(setup.model.config, setup.eagle, weights, budget_s=budget_s)
+
+    table = calibrate.cached(c.compilation_cache, setup.model.config, setup.eagle, measure)
+    costs.save(workdir / COSTS, table)
+    return table
+
+
+def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
     """Say what will run, and list what will be compiled."""
     keys = generate.programs(engine, controller)
     engine.pool.expected = frozenset(keys)
-    plan = ", ".join(f"{rows}: {controller.possible(rows)[0]}" for rows in engine.rows)
-    knee = f", C_peak {memory.c_peak}" if controller.name == "fastgrpo" else ""
+    plan = ", ".join(
+        f"{rows}: {' | '.join(map(str, controller.possible(rows)))}" for rows in engine.rows
+    )
+    knee = (
+        f", C_peak {c.rollout.c_peak or costs.c_peak(table)}" if table or c.rollout.c_peak else ""
+    )
     if c.sampling.temperature == 0:
         say(
             "warning: sampling.temperature is 0, so all completions of a group are equal, every "
@@ -303,7 +332,7 @@ def _announce(c, setup, engine, controller, memory: Memory) -> None:
         f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
         f"{setup.limits.response} tokens each; {c.steps} steps\n"
-        f"controller {controller.name}{knee}; draft strategy by live rows: {plan}\n"
+        f"controller {controller.name}{knee}; draft strategies by live rows: {plan}\n"
         f"programs that may be compiled: {len(keys)} for {len(engine.rows)} row counts and slots "
         f"{', '.join(map(str, engine.slots))}, and the train step"
     )

@@ -4,14 +4,15 @@ Everything that can be refused is refused here, before any work: numbers first, 
 rewards, then the model.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle, load
-from fastgrpo_jax.rollout import buckets, decode, generate, strategy
+from fastgrpo_jax.models import eagle, eagle_file, load
+from fastgrpo_jax.rollout import bandit, buckets, costs, decode, generate, goodput, strategy
 from fastgrpo_jax.train import data, distill, grpo, optim, rewards
 from fastgrpo_jax.train import step as step_lib
 
@@ -21,6 +22,7 @@ class Setup(NamedTuple):
 
     model: load.LoadedModel
     eagle: base.EagleConfig | None
+    drafter: base.Params  # to start from; None: none, or drawn from the seed
     task: data.Task
     rendering: data.Rendering
     rewards: tuple[rewards.Reward, ...]
@@ -46,8 +48,8 @@ def prepare(c) -> Setup:
     """
     check_numbers(c)
     losses = _losses(c)
-    if c.rollout.controller == "fixed":
-        _fixed_strategy(c)
+    _strategy(c, "rollout.strategy", c.rollout.strategy)
+    _strategies(c)
     task = data.open_task(
         c.task.name,
         seed=c.seed,
@@ -57,7 +59,7 @@ def prepare(c) -> Setup:
     )
     functions = rewards.load_rewards(c.reward.functions, c.reward.weights)
     model = load.load(c.model.name, c.model.dtype, c.seed)
-    head = None if c.drafter.kind == "none" else eagle.config_for(model.config, c.drafter.kind)
+    head, drafter = _drafter(c, model.config)
     rendering = data.Rendering(
         model.tokenizer,
         c.task.system,
@@ -73,6 +75,7 @@ def prepare(c) -> Setup:
     return Setup(
         model=model,
         eagle=head,
+        drafter=drafter,
         task=task,
         rendering=rendering,
         rewards=functions,
@@ -92,29 +95,66 @@ def prepare(c) -> Setup:
     )
 
 
+def _drafter(c, policy: base.PolicyConfig) -> tuple[base.EagleConfig | None, base.Params]:
+    """Shape the drafter, and read its file if there is one."""
+    kind, path = c.drafter.kind, c.drafter.init
+    if path and kind == "none":
+        raise base.UserError(f"drafter.init is {path!r}, but drafter.kind is 'none'")
+    if not path:
+        return (None if kind == "none" else eagle.config_for(policy, kind)), None
+    head, params = eagle_file.load(path, policy)
+    if head.kind != kind:
+        raise base.UserError(f"drafter.kind is {kind!r}, but {path!r} holds one of {head.kind!r}")
+    return head, params
+
+
 def first_state(c, setup: Setup) -> base.TrainState:
-    """Make the state before the first step: the loaded policy, a drafter drawn from the seed."""
-    drafter = None
-    if setup.eagle is not None:
+    """Make the state before the first step: the loaded policy; the drafter loaded or drawn."""
+    drafter = setup.drafter
+    if setup.eagle is not None and drafter is None:
         drafter = eagle.init(jax.random.key(c.seed + 1), setup.eagle)
     return step_lib.init_state(setup.step, setup.model.params, drafter)
 
 
-def controller(c, setup: Setup, c_peak: int) -> strategy.Controller:
-    """Make the controller that the config names; `c_peak` is for `fastgrpo`."""
+def needs_costs(c) -> bool:
+    """Say whether the controller goes by a measured cost table."""
+    r = c.rollout
+    return r.controller in ("beg_mab", "goodput") or (r.controller == "fastgrpo" and not r.c_peak)
+
+
+def controller(c, setup: Setup, table: costs.Table | None) -> strategy.Controller:
+    """Make the controller that the config names; `table` where it `needs_costs`."""
     r = c.rollout
     if r.controller == "off":
         return strategy.constant("off", base.PLAIN)
     if r.controller == "fixed":
-        return strategy.constant("fixed", _fixed_strategy(c))
-    return strategy.fastgrpo(
-        c_peak,
-        n_max=r.n_max,
-        depth_max=r.depth_max,
-        width_max=r.width_max,
-        alpha=r.alpha,
-        drafter="ngram" if setup.eagle is None else "learned",
+        return strategy.constant("fixed", _strategy(c, "rollout.strategy", r.strategy))
+    if r.controller == "fastgrpo":
+        return strategy.fastgrpo(
+            r.c_peak or costs.c_peak(table),
+            n_max=r.n_max,
+            depth_max=r.depth_max,
+            width_max=r.width_max,
+            alpha=r.alpha,
+            drafter="ngram" if setup.eagle is None else "learned",
+        )
+
+    def cost(bucket, choice):
+        return costs.seconds(table, bucket, choice)
+
+    given, frozen = _strategies(c), r.timing == "frozen"
+    if r.controller == "beg_mab":
+        arms = bandit.by_tokens(given) if given else _arms(setup, table)
+        return bandit.controller(arms, cost=cost if frozen else None)
+    settings = goodput.Settings(explore=r.explore, frozen=frozen)
+    return goodput.controller(
+        (lambda rows: given) if given else _arms(setup, table), cost, settings
     )
+
+
+def _arms(setup: Setup, table: costs.Table):
+    drafters = ("ngram",) if setup.eagle is None else ("learned", "ngram")
+    return functools.cache(lambda rows: costs.arms(table, rows, drafters))
 
 
 def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
@@ -173,10 +213,12 @@ _NOT_NEGATIVE = (
     "sampling.top_k",
     "sampling.max_length",
     "rollout.c_peak",
+    "rollout.measure_seconds",
     "log.completions_per_step",
 )
 _CHOICES = {
-    "rollout.controller": ("off", "fixed", "fastgrpo"),
+    "rollout.controller": ("off", "fixed", "fastgrpo", "beg_mab", "goodput"),
+    "rollout.timing": ("live", "frozen"),
     "rollout.draft_noise": ("shared", "off"),
     "drafter.kind": (*eagle.KINDS, "none"),
     "task.overlong_prompt": data.OVERLONG,
@@ -211,6 +253,8 @@ def check_numbers(c) -> None:
             refuse(field, ", ".join(allowed))
     if not 0 < c.sampling.top_p <= 1:
         refuse("sampling.top_p", "above 0, at most 1")
+    if not 0 <= c.rollout.explore < 1:
+        refuse("rollout.explore", "0 or more, below 1")
     if c.task.group < 2:
         refuse("task.group", "2 or more, since an advantage compares the completions of a group")
     for field in ("rollout.draft_tau", "rollout.alpha"):
@@ -289,16 +333,24 @@ def _stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _fixed_strategy(c) -> base.DraftStrategy:
-    """Read the fixed strategy and check that this run can draft by it."""
-    chosen = strategy.parse(c.rollout.strategy)
+def _strategies(c) -> tuple[base.DraftStrategy, ...]:
+    """Read the strategies that an adaptive controller is to choose from; empty: not given."""
+    given = [x.strip() for x in c.rollout.strategies.split(",") if x.strip()]
+    return tuple(_strategy(c, "rollout.strategies", text) for text in given)
+
+
+def _strategy(c, field: str, text: str) -> base.DraftStrategy:
+    """Read a strategy and check that this run can draft by it."""
+    try:
+        chosen = strategy.parse(text)
+    except base.UserError as error:
+        raise base.UserError(f"{field}: {error}") from error
     if chosen.drafter == "oracle":
+        raise base.UserError(f"{field} holds {text!r}; the oracle is for benches only")
+    used = field == "rollout.strategies" or c.rollout.controller == "fixed"
+    if used and chosen.drafter == "learned" and c.drafter.kind == "none":
         raise base.UserError(
-            f"rollout.strategy is {c.rollout.strategy!r}; the oracle is for benches only"
-        )
-    if chosen.drafter == "learned" and c.drafter.kind == "none":
-        raise base.UserError(
-            f"rollout.strategy is {c.rollout.strategy!r}, but drafter.kind is 'none'; "
+            f"{field} holds {text!r}, but drafter.kind is 'none'; "
             "choose a drafter, or a strategy of the n-gram drafter such as ngram:4:1:5"
         )
     return chosen

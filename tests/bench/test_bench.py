@@ -12,7 +12,7 @@ FRAME = {"suite", "device", "versions", "model", "seed", "rows", "summary"}
 
 def run(tmp_path, *argv):
     out = tmp_path / "out.json"
-    assert bench.main([*argv, f"--out={out}"]) == 0
+    assert bench.main([*argv, f"--out={out}", "--compilation_cache="]) == 0
     result = json.loads(out.read_text())
     assert FRAME <= result.keys()
     return result
@@ -82,6 +82,41 @@ def test_rollout_measures_every_method_against_both_baselines(tmp_path):
     assert result["rows"][2]["accept_length"] >= 1.0
 
 
+def test_adaptive_methods_and_single_strategies_are_measured_with_the_costs_on_request(
+    tmp_path, capsys
+):
+    result = run(
+        tmp_path, "rollout", "--quick", "--rows=2", "--group=2", "--tokens=8", "--drafter=none",
+        "--methods=plain,goodput,beg_mab,ngram:2:1:3", "--show_costs",
+    )  # fmt: skip
+    assert [row["method"] for row in result["rows"]][1:] == ["goodput", "beg_mab", "ngram:2:1:3"]
+    assert all(row["tok_s"] > 0 for row in result["rows"])
+    assert result["rows"][3]["accept_length"] >= 1.0
+    err = capsys.readouterr().err
+    assert "cost table of cpu" in err and "2 rows: off" in err
+
+
+def test_an_oracle_drafts_as_well_as_asked_and_has_a_bound(tmp_path):
+    result = run(
+        tmp_path, "rollout", "--quick", "--rows=2", "--group=2", "--drafter=oracle:0.8",
+        "--methods=plain,oracle:2:1:3", "--tokens=16",
+    )  # fmt: skip
+    row = result["rows"][1]
+    assert 1.6 < row["accept_length"] <= 3.0  # 1 + .8 + .64 = 2.44
+    assert row["bound_ratio"] == result["rows"][0]["bound_ratio"] >= 1.0
+
+
+def test_a_drafter_is_trained_saved_and_used(tmp_path):
+    path = tmp_path / "drafter.safetensors"
+    result = run(tmp_path, "drafter", "--quick", f"--save={path}", "--learning_rate=0.01")
+    assert result["summary"]["rollouts"] == 2 * 2 * 8 and result["rows"][0]["step"] == 8
+    result = run(
+        tmp_path, "rollout", "--quick", "--rows=2", "--group=2", "--tokens=4",
+        f"--drafter={path}", "--methods=plain,learned:1:1:2",
+    )  # fmt: skip
+    assert result["rows"][1]["accept_length"] >= 1.0
+
+
 def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
     """Other noise may meet other buckets; compiling them must not count as decoding."""
     from fastgrpo_jax.rollout import generate
@@ -107,12 +142,18 @@ def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
         (["rollout", "--methods=plain,fast"], "'fast'"),
         (["rollout", "--rows=0"], "allowed: 1,8,32"),
         (["rollout", "--temperature=-1"], "--temperature is -1.0"),
+        (["rollout", "--methods=learned:2:1:9"], "drafter:depth:width:nodes"),
+        (["rollout", "--drafter=oracle:2"], "--drafter is 'oracle:2'"),
+        (["rollout", "--drafter=/no/such.safetensors", "--rows=2"], "cannot read the drafter"),
+        (["drafter", "--save=x", "--temperatures=warm"], "--temperatures is 'warm'"),
+        (["drafter", "--save=x", "--steps=0"], "must be 1 or more"),
         (["lossless", "--cases=tree"], "allowed: fastgrpo chain"),
         (["rollout", "--model=/no/such.gguf"], "no such file"),
     ],
 )
 def test_bad_options_have_one_clear_error(tmp_path, capsys, argv, message):
-    assert bench.main([*argv, f"--out={tmp_path / 'x.json'}"]) == 2
+    out = f"--out={tmp_path / 'x.json'}"
+    assert bench.main([*argv, out, "--compilation_cache="]) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
 
@@ -120,7 +161,7 @@ def test_bad_options_have_one_clear_error(tmp_path, capsys, argv, message):
 def test_an_unknown_suite_lists_the_suites(capsys):
     assert bench.main(["speed"]) == 2
     err = capsys.readouterr().err
-    assert "suite is 'speed'; allowed: lossless, rollout" in err
+    assert "suite is 'speed'; allowed: lossless, rollout, drafter" in err
     assert bench.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "suites: lossless, rollout" in out and "'" not in out
+    assert "suites: lossless, rollout, drafter" in out and "'" not in out

@@ -232,9 +232,12 @@ def _either(rows: int) -> tuple[base.DraftStrategy, ...]:
     return (base.PLAIN, strategy.parse("learned:3:3:8")) if rows > 2 else (base.PLAIN,)
 
 
-PLAIN_OR_TREE = strategy.Controller(
-    "by turns", lambda rows, block: _either(rows)[block % len(_either(rows))], _either
-)
+def _by_turns(memory, now, rounds) -> strategy.Choice:
+    choices = _either(now.bucket.rows)
+    return strategy.Choice(choices[now.block % len(choices)], rounds)
+
+
+PLAIN_OR_TREE = strategy.Controller("by turns", _either, _by_turns)
 
 
 @pytest.mark.parametrize("rounds", (1, 2, 5, 40))

@@ -137,6 +137,13 @@ def test_a_strategys_span_covers_the_tree_the_chain_and_the_drafters_scratch():
     assert {text: strategy.parse(text).span for text in spans} == spans
 
 
+def chosen(controller, rows, block):
+    now = strategy.Situation(base.Bucket(rows, 48), rows, block)
+    choice, rounds = controller.choose({}, now, 16)
+    assert rounds == 16 and controller.observe({}, None) == controller.renew({}) == {}
+    return choice
+
+
 def test_controllers_choose_only_what_they_said_they_might():
     """D22: what is not on the list would be an unexpected compilation."""
     a, b = strategy.parse("learned:2:1:3"), strategy.parse("ngram:4:1:5")
@@ -146,11 +153,11 @@ def test_controllers_choose_only_what_they_said_they_might():
     assert (fixed.name, cycle.name, schedule.name) == ("fixed", "cycle", "fastgrpo")
     for rows in (1, 7, 64, 200):
         for controller in (fixed, cycle, schedule):
-            assert {controller.choose(rows, block) for block in range(9)} == set(
+            assert {chosen(controller, rows, block) for block in range(9)} == set(
                 controller.possible(rows)
             )
-    assert [cycle.choose(8, block) for block in range(5)] == [a, b, base.PLAIN, a, a]
-    assert schedule.choose(16, 3) == base.DraftStrategy("learned", 3, 8, 10)
+    assert [chosen(cycle, 8, block) for block in range(5)] == [a, b, base.PLAIN, a, a]
+    assert chosen(schedule, 16, 3) == base.DraftStrategy("learned", 3, 8, 10)
 
 
 def test_the_knee_is_the_smallest_batch_near_the_best_rate():

@@ -3,9 +3,11 @@
 All runs share one compilation cache, so that only the first pays for compiling.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base, configs, main
+from fastgrpo_jax.models import eagle, eagle_file
 from fastgrpo_jax.train import checkpoint, loop, metrics
 from fastgrpo_jax.train import setup as setup_lib
 
@@ -73,6 +76,51 @@ def test_two_steps_and_two_more_equal_four_bit_for_bit(straight, tmp_path):
         for w in (straight, pathlib.Path(tmp_path))
     ]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("timing", ["frozen", "live"])
+def test_an_adaptive_run_resumes_with_what_its_controller_had_seen(tmp_path, timing):
+    """Law 6: frozen costs make every figure equal; with live ones tokens and data order are."""
+    adaptive = dict(
+        rollout__controller="goodput",
+        rollout__strategies="learned:2:1:3,ngram:2:1:3",
+        rollout__measure_seconds=0,
+        rollout__explore=0.5,
+        rollout__timing=timing,
+    )
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    loop.train(config(**adaptive), whole)
+    halves.mkdir()
+    shutil.copy(whole / "costs.json", halves)  # as measured by the first start
+    loop.train(config(steps=2, **adaptive), halves)
+    loop.train(config(**adaptive), halves)
+    said = [(w / "completions.jsonl").read_text() for w in (whole, halves)]
+    assert said[0] == said[1]
+    if timing == "frozen":
+        assert timeless(whole) == timeless(halves)
+        assert_same(final_state(config(**adaptive), whole), final_state(config(**adaptive), halves))
+    assert all(row["compile/unexpected"] == 0 for row in metrics.read(halves))
+
+
+def test_a_run_starts_from_a_drafter_file(tmp_path):
+    setup = setup_lib.prepare(config())
+    path = tmp_path / "drafter.safetensors"
+    drawn = eagle.init(jax.random.key(9), setup.eagle)
+    drawn = jax.tree.map(lambda x: np.asarray(x, np.float32), drawn)
+    eagle_file.save(path, setup.eagle, drawn)
+    c = config(drafter__init=path)
+    assert_same(setup_lib.first_state(c, setup_lib.prepare(c)).drafter, drawn)
+    with pytest.raises(base.UserError, match=r"drafter\.kind is 'eagle', but"):
+        setup_lib.prepare(config(drafter__init=path, drafter__kind="eagle"))
+    with pytest.raises(base.UserError, match=r"drafter\.kind is 'none'"):
+        setup_lib.prepare(config(drafter__init=path, drafter__kind="none"))
+    other = dataclasses.replace(setup.eagle, ffn=24)
+    eagle_file.save(path, other, eagle.init(jax.random.key(9), other))
+    with pytest.raises(base.UserError, match="a drafter of another model: ffn 24 for"):
+        setup_lib.prepare(c)
+    path.write_bytes(b"nothing")
+    with pytest.raises(base.UserError, match="cannot read the drafter"):
+        setup_lib.prepare(c)
 
 
 def test_a_run_writes_every_file_and_the_metrics_of_the_design(straight):
@@ -195,7 +243,14 @@ def answer(capsys, *argv):
         ("--config.task.name=/no/such.jsonl", "No such file"),
         ("--config.reward.functions=exact_numbr", "exact_number"),
         ("--config.rollout.strategy=learned:2:1:9", "nodes must lie in"),
-        ("--config.rollout.controller=fast", "allowed: off, fixed, fastgrpo"),
+        ("--config.rollout.controller=fast", "allowed: off, fixed, fastgrpo, beg_mab, goodput"),
+        ("--config.rollout.strategies=oracle:2:1:3", "the oracle is for benches only"),
+        (
+            "--config.rollout.strategies=off,learned:2",
+            "rollout.strategies: strategy is 'learned:2'",
+        ),
+        ("--config.rollout.timing=warm", "rollout.timing is 'warm'; allowed: live, frozen"),
+        ("--config.rollout.explore=1", "rollout.explore is 1.0; allowed: 0 or more, below 1"),
         ("--config.sampling.top_p=0", "sampling.top_p is 0.0; allowed: above 0"),
         ("--config.sampling.temperature=nan", "sampling.temperature is nan"),
         ("--config.sampling.stop_tokens=xyz", "exactly one token"),

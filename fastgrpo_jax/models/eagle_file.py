@@ -1,0 +1,56 @@
+"""A learned drafter in a file: safetensors with the shape of the drafter in its metadata."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import numpy as np
+import safetensors
+from flax import traverse_util
+from safetensors import numpy as st_numpy
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle
+
+FORMAT = "fastgrpo_jax drafter 1"
+
+
+def save(path: str | os.PathLike, config: base.EagleConfig, params: base.Params) -> None:
+    """Write a drafter's weights (float32) and shape, atomically."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    state = {name: np.ascontiguousarray(x, np.float32) for name, x in flat.items()}
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(path.suffix + ".part")
+    shape = json.dumps(dataclasses.asdict(config))
+    st_numpy.save_file(state, part, metadata={"format": FORMAT, "config": shape})
+    os.replace(part, path)
+
+
+def load(
+    path: str | os.PathLike, policy: base.PolicyConfig
+) -> tuple[base.EagleConfig, base.Params]:
+    """Read a drafter for a policy; it computes in the policy's dtype.
+
+    Raises:
+      UserError: for a file that is none, or a drafter of another model's shape.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            meta = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, safetensors.SafetensorError) as error:
+        raise base.UserError(f"cannot read the drafter {str(path)!r}: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise base.UserError(f"{str(path)!r} is no drafter file ({FORMAT!r} is not in it)")
+    config = dataclasses.replace(base.EagleConfig(**json.loads(meta["config"])), dtype=policy.dtype)
+    wanted = eagle.config_for(policy, config.kind)
+    differ = [
+        f"{field.name} {getattr(config, field.name)} for {getattr(wanted, field.name)}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(wanted, field.name)
+    ]
+    if differ:
+        raise base.UserError(f"{str(path)!r} is a drafter of another model: {', '.join(differ)}")
+    return config, traverse_util.unflatten_dict(state, sep="/")

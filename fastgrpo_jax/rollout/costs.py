@@ -1,0 +1,150 @@
+"""What a round costs: curves measured once per machine and model, and the choices that can pay.
+
+A verification of M nodes for B rows is matrix products over B * M tokens, so its seconds are
+read off the curve of one-token forwards at B * M rows; each drafted level adds one pass of the
+drafter. The blocks' own times correct both later (`goodput`).
+"""
+
+import itertools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import strategy
+
+LEVELS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances at which a choice may be the best
+
+
+class Table(NamedTuple):
+    """Seconds by number of tokens: of a forward of the policy, and of one of the drafter.
+
+    Attributes:
+      device: kind and count of what was measured.
+      draft: empty without a learned drafter.
+    """
+
+    device: str
+    forward: dict[int, float]
+    draft: dict[int, float]
+
+
+def seconds(table: Table, bucket: base.Bucket, choice: base.DraftStrategy) -> float:
+    """Predict the seconds of a round.
+
+    forward(B * M) + depth * draft(B * width), the latter for the learned drafter only.
+    """
+    total = _read(table.forward, bucket.rows * choice.nodes)
+    if choice.drafter in ("learned", "hybrid") and table.draft:
+        total += choice.depth * _read(table.draft, bucket.rows * choice.width)
+    return total
+
+
+def _read(curve: Mapping[int, float], tokens: int) -> float:
+    """Interpolate a curve, straight between its points in log-log; beyond the last, by tokens."""
+    sizes = sorted(curve)
+    if tokens <= sizes[0]:
+        return curve[sizes[0]]
+    for low, high in itertools.pairwise(sizes):
+        if tokens <= high:
+            part = math.log(tokens / low) / math.log(high / low)
+            return curve[low] * (curve[high] / curve[low]) ** part
+    return curve[sizes[-1]] * tokens / sizes[-1]
+
+
+def c_peak(table: Table) -> int:
+    """Read the machine's knee off the table: the fewest tokens with 95 % of the best tokens/s."""
+    return strategy.knee({size: size / s for size, s in table.forward.items()})
+
+
+def candidates(drafter: str) -> tuple[base.DraftStrategy, ...]:
+    """List the strategies of a drafter that are worth weighing on any machine."""
+    if drafter == "learned":
+        chains = [(d, 1, d + 1) for d in (1, 2, 3, 4, 5, 6, 8)]
+        trees = [(2, 2, 4), (3, 2, 6), (3, 4, 8), (4, 4, 12), (5, 6, 24), (6, 8, 48)]
+    else:
+        chains, trees = [(d, 1, d + 1) for d in (1, 2, 3, 4, 6, 8)], []
+    return tuple(base.DraftStrategy(drafter, *x) for x in chains + trees)
+
+
+def arms(
+    table: Table, rows: int, drafters: Iterable[str], levels: Iterable[float] = LEVELS
+) -> tuple[base.DraftStrategy, ...]:
+    """List the choices of a bucket: what would be the best of its drafter at some acceptance.
+
+    A choice that does not beat plain decoding there is none.
+    """
+    bucket = base.Bucket(rows, 0)
+    plain = 1 / seconds(table, bucket, base.PLAIN)
+    found = []
+    for drafter in drafters:
+        for level in levels:
+            value = {
+                s: tokens_at(s, level) / seconds(table, bucket, s) for s in candidates(drafter)
+            }
+            best = max(value, key=value.__getitem__)
+            if value[best] > plain:
+                found.append(best)
+    return tuple(dict.fromkeys(found))
+
+
+def tokens_at(choice: base.DraftStrategy, acceptance: float) -> float:
+    """Compute E[tokens of a round] where each first child is right with one probability."""
+    rate = acceptance if choice.chain else widened(acceptance, choice)
+    return sum(rate**j for j in range(choice.depth + 1))
+
+
+def widened(rate: float, choice: base.DraftStrategy) -> float:
+    """Guess a tree's acceptance from a chain's: of the misses, doubled children leave 0.7.
+
+    Measured on real pairs at widths of 1 to 8: .73, .68 and .65 per doubling.
+    """
+    return 1 - (1 - rate) * ((choice.nodes - 1) / choice.depth) ** -0.5
+
+
+def save(path: str | os.PathLike, table: Table) -> None:
+    """Write a table as JSON, atomically."""
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".part{os.getpid()}")
+    part.write_text(json.dumps(table._asdict(), indent=1) + "\n")
+    os.replace(part, path)
+
+
+def load(path: str | os.PathLike) -> Table | None:
+    """Read a table; None if there is none.
+
+    Raises:
+      UserError: if the file is not a table.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        return None
+    try:
+        raw = json.loads(path.read_text())
+        curves = ({int(k): float(v) for k, v in raw[name].items()} for name in ("forward", "draft"))
+        table = Table(raw["device"], *curves)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise base.UserError(f"{path} is no cost table ({error}); remove it") from error
+    if not table.forward or min((*table.forward.values(), *table.draft.values())) <= 0:
+        raise base.UserError(f"{path} holds no positive seconds; remove it")
+    return table
+
+
+def describe(table: Table, rows: Iterable[int], drafters: Iterable[str]) -> str:
+    """Lay the table out for reading: ms of a round by bucket and choice, and E that pays."""
+    lines = [f"cost table of {table.device}; C_peak {c_peak(table)} tokens"]
+    drafters = tuple(drafters)
+    for size in rows:
+        bucket = base.Bucket(size, 0)
+        plain = seconds(table, bucket, base.PLAIN)
+        lines.append(f"{size} rows: off {plain * 1e3:.1f} ms")
+        for choice in arms(table, size, drafters):
+            cost = seconds(table, bucket, choice)
+            lines.append(
+                f"  {choice!s:<18} {cost * 1e3:8.1f} ms, pays above {cost / plain:.2f} tokens a round"
+            )
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+"""The default controller: as many tokens per second as acceptance and costs promise.
+
+    goodput(strategy) = E[tokens of a row's round] / seconds of a round
+
+in the bucket at hand; plain decoding is one of the choices, so that speculation which does not
+pay is left alone. E comes from acceptance rates by depth, counted with a window that forgets;
+the seconds from a table measured at the start and, unless frozen, from the blocks' own times.
+
+It tries what it does not know only as long as that has cost less than a small share of the
+time, and only choices that could be better than the best known one. Nothing is drawn at random:
+the same memory chooses the same way, on every host and after a resume.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import costs, strategy
+
+Cost = Callable[[base.Bucket, base.DraftStrategy], float]  # seconds of a round, as measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Numbers of the controller.
+
+    Attributes:
+      window: judged drafts of the first depth that count; older ones fade.
+      explore: share of the time that trying other choices may cost.
+      trial_rounds: rounds of a block that tries; known: judged drafts until a choice is known.
+      prior: acceptance assumed before any draft was judged, worth `prior_weight` drafts.
+      hope: standard errors added to the acceptance of a choice that might be tried.
+      times: latest times per round kept of each (bucket, strategy), of which the median counts.
+      frozen: ignore the blocks' own times, so that decisions never depend on a clock.
+      keep: share of the counts that survives an update of the weights.
+    """
+
+    window: float = 256.0
+    explore: float = 0.02
+    trial_rounds: int = 4
+    known: float = 32.0
+    prior: float = 0.5
+    prior_weight: float = 4.0
+    hope: float = 2.0
+    times: int = 7
+    frozen: bool = False
+    keep: float = 0.5
+
+
+def controller(
+    arms: Callable[[int], Sequence[base.DraftStrategy]],
+    cost: Cost,
+    settings: Settings = Settings(),
+) -> strategy.Controller:
+    """Make the controller; `arms(rows)` are its choices in a bucket, plain decoding added.
+
+    `cost` gives the seconds of a round before any block was timed.
+    """
+
+    def possible(rows: int) -> tuple[base.DraftStrategy, ...]:
+        return tuple(dict.fromkeys((base.PLAIN, *arms(rows))))
+
+    def choose(memory, now, rounds) -> strategy.Choice:
+        seconds, value = weigh(memory, now.bucket)
+        best = max(value, key=value.__getitem__)
+        tried = _trial(memory, settings, seconds, value, best) or best
+        known = not tried.depth or _at(_counts(memory, tried), "tried", 0) >= settings.known
+        short = tried != best or not known
+        return strategy.Choice(tried, min(settings.trial_rounds, rounds) if short else rounds)
+
+    def weigh(memory, bucket) -> tuple[dict, dict]:
+        """Estimate each choice's seconds of a round, and its tokens of a row per second."""
+        choices = possible(bucket.rows)
+        seconds = {s: _seconds(memory, cost, bucket, s) for s in choices}
+        return seconds, {s: expected_tokens(memory, s, settings) / seconds[s] for s in choices}
+
+    def observe(memory, outcome) -> strategy.Memory:
+        if not outcome.rounds:
+            return memory
+        _, value = weigh(memory, outcome.situation.bucket)
+        if settings.frozen:
+            cost_of = cost(outcome.situation.bucket, outcome.strategy)
+            outcome = outcome._replace(seconds=cost_of * outcome.rounds)
+        else:
+            memory = _clock(memory, outcome, cost, settings.times)
+        memory = _spend(memory, outcome, value)
+        return _count(memory, outcome, settings.window)
+
+    def renew(memory) -> strategy.Memory:
+        fresh = {name: memory.get(name, 0.0) * settings.keep for name in ("clock", "spent")}
+        return memory | fresh | {"drafts": _faded(memory.get("drafts", {}), settings.keep)}
+
+    return strategy.Controller("goodput", possible, choose, observe, renew)
+
+
+def expected_tokens(
+    memory: strategy.Memory, choice: base.DraftStrategy, settings: Settings, hope: float = 0.0
+) -> float:
+    """Estimate the tokens that a row's round emits: 1 + sum_i prod_{j <= i} a_j.
+
+    a_j, the acceptance at depth j given that of j - 1, is the judged drafts' own rate drawn
+    towards that of the drafter's chains, widened to a tree's children; `hope` adds so many of
+    its standard errors.
+    """
+    total = reach = 1.0
+    own = _counts(memory, choice)
+    chains = memory.get("drafts", {}).get(f"{choice.drafter}:1", {})
+    above = settings.prior
+    for j in range(choice.depth):
+        above = _rate(chains, j, above, settings.prior_weight)
+        tried, rate = _at(own, "tried", j), above
+        if not choice.chain:
+            rate = _rate(own, j, costs.widened(above, choice), settings.prior_weight)
+        error = math.sqrt(rate * (1 - rate) / (tried + settings.prior_weight))
+        reach *= min(rate + hope * error, 1.0)
+        total += reach
+    return total
+
+
+def _family(choice: base.DraftStrategy) -> str:
+    """Name the strategies whose drafts at a depth are the same: all chains of a drafter."""
+    if choice.chain:
+        return f"{choice.drafter}:1"
+    return f"{choice.drafter}:{choice.depth}:{choice.width}:{choice.nodes}"
+
+
+def _counts(memory: strategy.Memory, choice: base.DraftStrategy) -> dict:
+    return memory.get("drafts", {}).get(_family(choice), {})
+
+
+def _at(counts: dict, name: str, depth: int) -> float:
+    values = counts.get(name, ())
+    return float(values[depth]) if depth < len(values) else 0.0
+
+
+def _rate(counts: dict, depth: int, guess: float, weight: float) -> float:
+    accepted, tried = _at(counts, "accepted", depth), _at(counts, "tried", depth)
+    return (accepted + weight * guess) / (tried + weight)
+
+
+def _trial(memory, settings, seconds, value, best) -> base.DraftStrategy | None:
+    """Choose what to try now: the most hopeful choice that may beat the best, if affordable."""
+    hopes = {
+        s: expected_tokens(memory, s, settings, settings.hope) / seconds[s]
+        for s in value
+        if s != best and s.depth
+    }
+    hopes = {s: hope for s, hope in hopes.items() if hope > value[best]}
+    if not hopes:
+        return None
+    trial = max(hopes, key=hopes.__getitem__)
+    loss = settings.trial_rounds * seconds[trial] * (1 - value[trial] / value[best])
+    allowed = settings.explore * memory.get("clock", 0.0)
+    return trial if memory.get("spent", 0.0) + loss <= allowed else None
+
+
+def _spend(memory, outcome: strategy.Outcome, value: dict) -> strategy.Memory:
+    """Book a block's time, and what of it was lost against the best known choice."""
+    seconds, lost = outcome.seconds, 0.0
+    best = max(value.values())
+    if value[outcome.strategy] < best:
+        rows = outcome.row_rounds / outcome.rounds
+        lost = max(seconds - outcome.emitted / (best * rows), 0.0)
+    return memory | {
+        "clock": memory.get("clock", 0.0) + seconds,
+        "spent": memory.get("spent", 0.0) + lost,
+    }
+
+
+def _count(memory, outcome: strategy.Outcome, window: float) -> strategy.Memory:
+    """Add a block's judged drafts; what exceeds the window fades."""
+    if not outcome.strategy.depth:
+        return memory
+    drafts = memory.get("drafts", {})
+    family = _family(outcome.strategy)
+    old = drafts.get(family, {})
+    accepted, tried = [], []
+    fade = max(1 - outcome.tried[0] / window, 0.0)  # of all depths, lest the deep ones stay stale
+    for j, (a, t) in enumerate(zip(outcome.accepted, outcome.tried)):
+        accepted.append(_at(old, "accepted", j) * fade + a)
+        tried.append(_at(old, "tried", j) * fade + t)
+    return memory | {"drafts": drafts | {family: {"accepted": accepted, "tried": tried}}}
+
+
+def _faded(drafts: dict, keep: float) -> dict:
+    return {
+        family: {name: [x * keep for x in values] for name, values in counts.items()}
+        for family, counts in drafts.items()
+    }
+
+
+def _key(bucket: base.Bucket, choice: base.DraftStrategy) -> str:
+    return f"{bucket.rows}/{bucket.slots}/{choice}"
+
+
+def _seconds(memory, cost: Cost, bucket: base.Bucket, choice: base.DraftStrategy) -> float:
+    """Estimate the seconds of a round: the median of its latest, else the table's, corrected by
+    how wrong the table was about this drafter."""
+    seen = memory.get("times", {}).get(_key(bucket, choice))
+    if seen:
+        return statistics.median(seen)
+    off = memory.get("off", {}).get(choice.drafter, ())
+    return cost(bucket, choice) * (statistics.median(off) if off else 1.0)
+
+
+def _clock(memory, outcome: strategy.Outcome, cost: Cost, kept: int) -> strategy.Memory:
+    """Note a block's seconds per round, and how wrong the table was about them."""
+    bucket, choice = outcome.situation.bucket, outcome.strategy
+    seconds = outcome.seconds / outcome.rounds
+    times, off = memory.get("times", {}), memory.get("off", {})
+    key, wrong = _key(bucket, choice), seconds / cost(bucket, choice)
+    return memory | {
+        "times": times | {key: [*times.get(key, ()), seconds][-kept:]},
+        "off": off | {choice.drafter: [*off.get(choice.drafter, ()), wrong][-kept:]},
+    }

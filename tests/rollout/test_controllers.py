@@ -1,0 +1,271 @@
+"""Adaptive controllers against a simulated machine: what they reach, lose and how they recover."""
+
+import json
+import random
+
+import pytest
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import bandit, costs, goodput, strategy
+
+OFF = base.PLAIN
+SHORT, LONG = strategy.parse("learned:1:1:2"), strategy.parse("learned:4:1:5")
+TREE, NGRAM = strategy.parse("learned:3:2:6"), strategy.parse("ngram:3:1:4")
+ARMS = (SHORT, LONG, TREE, NGRAM)
+ROUNDS = 16
+
+
+class World:
+    """A machine on which a block's tokens and seconds follow from rates and costs, with noise."""
+
+    def __init__(self, cost, rates, noise=0.0, seed=0):
+        self.cost, self.rates, self.noise = cost, rates, noise
+        self.random = random.Random(seed)
+
+    def tokens(self, choice) -> float:
+        return costs.tokens_at(choice, self.rates[choice.drafter]) if choice.depth else 1.0
+
+    def value(self, choice) -> float:
+        return self.tokens(choice) / self.cost[choice]
+
+    def block(self, now, choice, rounds) -> strategy.Outcome:
+        """Play a block: every row's drafts fall as they would."""
+        rate = self.rates.get(choice.drafter, 0.0)
+        rate = rate if choice.chain else costs.widened(rate, choice)
+        accepted, tried, emitted = [0] * 8, [0] * 8, 0
+        for _ in range(rounds * now.live):
+            emitted += 1
+            for j in range(choice.depth):
+                tried[j] += 1
+                if self.random.random() >= rate:
+                    break
+                accepted[j] += 1
+                emitted += 1
+        seconds = rounds * self.cost[choice] * (1 + self.noise * self.random.random())
+        rows = rounds * now.live
+        return strategy.Outcome(
+            now, choice, rounds, rows, emitted, tuple(accepted), tuple(tried), seconds
+        )
+
+
+def play(controller, world, blocks, memory=None, rows=8):
+    """Play blocks; returns the memory, the choices, and tokens/s over the best choice's."""
+    memory, chosen, tokens, seconds = memory or {}, [], 0, 0.0
+    now = strategy.Situation(base.Bucket(rows, 96), rows, 0)
+    for _ in range(blocks):
+        choice, rounds = controller.choose(memory, now, ROUNDS)
+        outcome = world.block(now, choice, rounds)
+        memory = controller.observe(memory, outcome)
+        chosen.append(choice)
+        tokens, seconds = tokens + outcome.emitted, seconds + outcome.seconds
+    best = max(world.value(s) for s in world.cost) * rows
+    return memory, chosen, tokens / seconds / best
+
+
+def flat(scale=1.0):
+    return {OFF: 1.0, SHORT: 1.3 * scale, LONG: 2.0 * scale, TREE: 2.2 * scale, NGRAM: 1.8 * scale}
+
+
+def made(cost, **settings):
+    settings = goodput.Settings(**settings)
+    return goodput.controller(lambda rows: ARMS, lambda bucket, s: cost[s], settings)
+
+
+@pytest.mark.parametrize("rate, best", [(0.9, LONG), (0.5, SHORT), (0.05, OFF)])
+def test_goodput_settles_on_the_best_choice_and_loses_little(rate, best):
+    world = World(flat(), {"learned": rate, "ngram": rate / 2})
+    memory, chosen, first = play(made(flat()), world, 60)
+    assert max((*ARMS, OFF), key=world.value) == best
+    _, chosen, share = play(made(flat()), world, 300, memory)
+    assert chosen.count(best) > 0.7 * len(chosen)
+    assert share > 0.97 and first > 0.9
+
+
+def test_goodput_never_costs_more_than_its_exploration_when_nothing_pays():
+    """Law 2: an untrained drafter, from the very first block."""
+    world = World(flat(), {"learned": 0.0, "ngram": 0.0}, noise=0.1)
+    _, chosen, share = play(made(flat()), world, 400)
+    assert chosen.count(OFF) > 380
+    assert share > 0.97 / 1.05  # the noise adds 5 % to every block's time
+
+
+def test_goodput_finds_a_table_that_was_wrong():
+    """The table says that chains are cheap; the blocks' own times say otherwise."""
+    told = flat() | {LONG: 0.5}
+    world = World(flat(), {"learned": 0.2, "ngram": 0.1})
+    memory, _, _ = play(made(told), world, 20)
+    _, chosen, share = play(made(told), world, 200, memory)
+    assert chosen.count(OFF) > 180 and share > 0.97
+
+
+def test_goodput_recovers_when_acceptance_collapses():
+    """Within 6 blocks of 8 rows: 128 drafts a block, of which a window of 256 counts."""
+    cost = flat()
+    controller = made(cost)
+    good = World(cost, {"learned": 0.9, "ngram": 0.2})
+    memory, chosen, _ = play(controller, good, 100)
+    assert chosen[-1] == LONG
+    bad = World(cost, {"learned": 0.05, "ngram": 0.05})
+    memory, chosen, _ = play(controller, bad, 30, memory)
+    assert LONG not in chosen[6:] and chosen[6:].count(OFF) > 18, [str(s) for s in chosen]
+
+
+def test_goodput_recovers_when_costs_change():
+    """Of 7 kept times the median turns after 4 blocks."""
+    controller = made(flat())
+    rates = {"learned": 0.9, "ngram": 0.2}
+    memory, chosen, _ = play(controller, World(flat(), rates), 100)
+    assert chosen[-1] == LONG
+    slow = flat() | {SHORT: 9.0, LONG: 9.0, TREE: 9.0}
+    memory, chosen, _ = play(controller, World(slow, rates), 30, memory)
+    assert LONG not in chosen[4:] and chosen.count(OFF) > 15, [str(s) for s in chosen]
+
+
+def test_goodput_looks_again_after_the_weights_changed():
+    """A drafter that was useless and has learned is found while plain decoding goes on."""
+    controller = made(flat())
+    memory, chosen, _ = play(controller, World(flat(), {"learned": 0.0, "ngram": 0.0}), 100)
+    assert chosen[-1] == OFF
+    world, steps = World(flat(), {"learned": 0.9, "ngram": 0.0}), 0
+    while chosen[-1] != LONG:
+        memory, chosen, _ = play(controller, world, 40, controller.renew(memory))
+        steps += 1
+        assert steps < 20
+    assert steps <= 12
+
+
+def test_frozen_timing_looks_at_no_clock():
+    """Law 6: two machines of different speed decide alike from the same table and drafts."""
+    found = []
+    for scale in (1.0, 7.0):
+        rates = {"learned": 0.7, "ngram": 0.3}
+        cost = {s: x * scale for s, x in flat().items()}
+        controller = made(flat(), frozen=True)
+        found.append(play(controller, World(cost, rates), 100)[:2])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "controller",
+    [made(flat()), bandit.controller(lambda rows: ARMS), strategy.constant("fixed", LONG)],
+    ids=lambda c: c.name,
+)
+def test_a_memory_survives_json_exactly(controller):
+    """Law 6: it is what a checkpoint keeps."""
+    world = World(flat(), {"learned": 0.7, "ngram": 0.3}, noise=0.2)
+    memory = controller.renew(play(controller, world, 50)[0])
+    again = json.loads(json.dumps(memory))
+    assert again == memory
+    after = [play(controller, World(flat(), world.rates), 20, m)[:2] for m in (memory, again)]
+    assert after[0] == after[1]
+
+
+@pytest.mark.parametrize(
+    "controller", [made(flat()), bandit.controller(lambda rows: ARMS)], ids=lambda c: c.name
+)
+def test_adaptive_controllers_choose_only_what_they_said_they_might(controller):
+    world = World(flat(), {"learned": 0.5, "ngram": 0.5}, noise=0.5)
+    _, chosen, _ = play(controller, world, 300)
+    assert set(chosen) <= set(controller.possible(8)) and len(set(chosen)) > 2
+
+
+def test_the_bandit_settles_on_the_largest_median_and_explores_by_epsilon():
+    world = World(flat(), {"learned": 0.9, "ngram": 0.2}, noise=0.1)
+    controller = bandit.controller(lambda rows: ARMS)
+    _, chosen, _ = play(controller, world, 400)
+    assert set(chosen[:8]) >= {*ARMS, OFF} - {NGRAM}  # untried ones first
+    late = chosen[100:]
+    assert 0.85 < late.count(LONG) / len(late) < 0.97
+    never = bandit.controller(lambda rows: ARMS, epsilon=0.0)
+    _, chosen, _ = play(never, world, 50)
+    assert set(chosen[5:]) == {LONG} and set(chosen) == {*ARMS, OFF}
+
+
+def test_the_bandit_recovers_when_acceptance_collapses():
+    """With a window of 20 its median turns after 10 blocks of the choice."""
+    controller = bandit.controller(lambda rows: ARMS, window=20, epsilon=0.1)
+    memory, chosen, _ = play(controller, World(flat(), {"learned": 0.9, "ngram": 0.2}), 100)
+    assert chosen[-1] == LONG
+    bad = World(flat(), {"learned": 0.05, "ngram": 0.05})
+    memory, chosen, _ = play(controller, bad, 60, memory)
+    assert chosen[30:].count(LONG) < 5 and chosen[30:].count(OFF) > 20
+
+
+def test_the_bandits_groups_give_few_rows_many_tokens():
+    strategies = [strategy.parse(x) for x in ("learned:2:2:4", "learned:4:4:12", "learned:5:6:24")]
+    arms = bandit.by_tokens([*strategies, strategy.parse("learned:3:1:4")])
+    assert arms(1) == (strategies[2],) and arms(2) == (strategies[1],)
+    assert arms(5) == arms(6) == arms(100) == (strategies[0], strategy.parse("learned:3:1:4"))
+    assert bandit.by_tokens([])(4) == ()
+    assert len(bandit.controller(arms).possible(1)) == 2  # at least two: off is one
+
+
+TABLE = costs.Table("toy", {1: 1.0, 8: 1.5, 64: 6.0, 256: 24.0}, {1: 0.1, 64: 0.4})
+
+
+def test_a_round_costs_its_tokens_and_its_drafted_levels():
+    def cost(rows, text):
+        return costs.seconds(TABLE, base.Bucket(rows, 96), strategy.parse(text))
+
+    assert cost(1, "off") == 1.0 and cost(8, "off") == 1.5
+    assert cost(8, "ngram:7:1:8") == 6.0  # 64 tokens
+    assert cost(1, "learned:7:1:8") == pytest.approx(1.5 + 7 * 0.1)
+    assert cost(32, "learned:3:2:8") == pytest.approx(24.0 + 3 * 0.4)
+    assert cost(128, "ngram:3:1:4") == pytest.approx(48.0)  # beyond the curve: by tokens
+    middle = cost(24, "off")  # straight in log-log from 8 to 64
+    assert middle == pytest.approx(1.5 * (6.0 / 1.5) ** (1.0986122887 / 2.0794415417))
+
+
+def test_the_table_gives_the_knee():
+    assert costs.c_peak(TABLE) == 64
+    assert costs.c_peak(TABLE._replace(forward={1: 1.0, 2: 1.0, 4: 2.0})) == 2
+
+
+def test_choices_are_what_could_be_best_and_nothing_where_nothing_pays():
+    few = costs.arms(TABLE, 1, ("learned", "ngram"))
+    many = costs.arms(TABLE, 256, ("learned", "ngram"))
+    assert many == ()  # every token costs the same there
+    assert {s.drafter for s in few} == {"learned", "ngram"}
+    assert max(s.nodes for s in few) > max(s.nodes for s in costs.arms(TABLE, 16, ("learned",)))
+    for s in few:
+        bests = [
+            max(costs.candidates(s.drafter), key=lambda x: costs.tokens_at(x, a) / cost_of(x))
+            for a in costs.LEVELS
+        ]
+        assert s in bests
+
+
+def cost_of(choice):
+    return costs.seconds(TABLE, base.Bucket(1, 0), choice)
+
+
+def test_expected_tokens_of_a_chain_are_a_geometric_sum():
+    assert costs.tokens_at(LONG, 0.5) == 1 + 0.5 + 0.25 + 0.125 + 0.0625
+    assert costs.tokens_at(OFF, 0.5) == 1.0
+    assert costs.tokens_at(TREE, 0.5) > costs.tokens_at(strategy.parse("learned:3:1:4"), 0.5)
+
+
+def test_goodput_counts_by_depth_and_draws_to_the_prior():
+    settings = goodput.Settings(prior=0.5, prior_weight=4.0)
+    assert goodput.expected_tokens({}, OFF, settings) == 1.0
+    assert goodput.expected_tokens({}, SHORT, settings) == 1.5
+    drafts = {"learned:1": {"accepted": [96, 10], "tried": [96, 20]}}
+    expected = 1 + (96 + 2) / 100 + (96 + 2) / 100 * (10 + 4 * 0.98) / 24
+    chain = strategy.parse("learned:2:1:3")
+    assert goodput.expected_tokens({"drafts": drafts}, chain, settings) == pytest.approx(expected)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "a" / "costs.json"
+    assert costs.load(path) is None
+    costs.save(path, TABLE)
+    assert costs.load(path) == TABLE
+    path.write_text('{"device": "x", "forward": {"1": 0.0}, "draft": {}}')
+    with pytest.raises(base.UserError, match=r"costs\.json holds no positive seconds"):
+        costs.load(path)
+    path.write_text('{"forward": 3}')
+    with pytest.raises(base.UserError, match=r"costs\.json is no cost table"):
+        costs.load(path)
+    lines = costs.describe(TABLE, (1, 256), ("learned",)).splitlines()
+    assert "C_peak 64" in lines[0] and lines[1] == "1 rows: off 1000.0 ms"
+    assert lines[-1] == "256 rows: off 24000.0 ms"
