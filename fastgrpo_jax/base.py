@@ -226,6 +226,12 @@ class RolloutBatch(NamedTuple):
     stopped: Bool[Any, " N"]
 
 
+def responses(batch: RolloutBatch) -> list[list[int]]:
+    """List each row's response tokens."""
+    ends = zip(batch.tokens, batch.prompt_length, batch.length)
+    return [row[start:end].tolist() for row, start, end in ends]
+
+
 class TrainState(NamedTuple):
     """Everything a step updates; donated to it. `drafter` parts are None without a drafter."""
 

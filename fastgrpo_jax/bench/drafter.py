@@ -10,7 +10,7 @@ import jax
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import eagle, eagle_file, load
-from fastgrpo_jax.rollout import buckets, decode, generate
+from fastgrpo_jax.rollout import buckets, decode, draft_vocab, generate
 from fastgrpo_jax.train import distill
 
 
@@ -68,7 +68,8 @@ def run(args) -> int:
         weights=weights,
         heard=heard,
     )
-    eagle_file.save(args.save, config, jax.device_get(params))
+    counts = draft_vocab.count(row for batch in batches for row in base.responses(batch))
+    eagle_file.save(args.save, config, jax.device_get(params), counts)
     summary = {"loss": round(loss, 4), "rollouts": len(batches) * GROUP, "file": args.save}
     common.write(args.out, "drafter", args, model, rows, summary)
     return 0

@@ -21,9 +21,20 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import load
-from fastgrpo_jax.rollout import buckets, decode, draft_oracle, generate, sampling, strategy
+from fastgrpo_jax.rollout import (
+    bandit,
+    buckets,
+    decode,
+    draft_oracle,
+    draft_vocab,
+    generate,
+    goodput,
+    sampling,
+    strategy,
+)
 
 GAP = {"float32": 3e-4, "bfloat16": 0.25}  # largest gap of a certified near-tie
+SHARPEN = 5.0  # of tiny's head: at T 1 rows differ, yet repeat themselves enough for n-grams
 # Each text goes round and round, so that the model goes on so even at T 1.
 TEXTS = (
     "one two three four " * 10,
@@ -51,6 +62,7 @@ class Case(NamedTuple):
     shared_noise: bool
     controller: strategy.Controller
     plan: str  # of buckets
+    few_ids: bool = False  # draft from two thirds of the ids that are emitted
 
 
 def cases() -> list[Case]:
@@ -62,6 +74,13 @@ def cases() -> list[Case]:
     switching = strategy.cycle(
         tuple(map(strategy.parse, ("learned:3:3:8", "off", "oracle:2:3:7", "ngram:4:1:5")))
     )
+    arms = tuple(map(strategy.parse, ("learned:3:1:4", "learned:3:3:8", "ngram:4:1:5")))
+
+    def cost(bucket, choice):
+        return 1 + 0.05 * choice.nodes * bucket.rows
+
+    adaptive = goodput.controller(lambda rows: arms, cost, goodput.Settings(explore=0.5))
+    by_turns = bandit.controller(lambda rows: arms, epsilon=0.3)
     return [
         Case("fastgrpo chain", "fastgrpo", True, fixed("learned:3:1:4"), "a"),
         Case("fastgrpo tree", "fastgrpo", True, fixed("learned:3:3:8"), "a"),
@@ -72,6 +91,9 @@ def cases() -> list[Case]:
         Case("oracle tree", "fastgrpo", True, fixed("oracle:2:3:7"), "a"),
         Case("switching", "fastgrpo", True, switching, "a"),
         Case("switching in other buckets", "fastgrpo", True, switching, "b"),
+        Case("fastgrpo tree of few ids", "fastgrpo", True, fixed("learned:3:3:8"), "b", True),
+        Case("goodput", "fastgrpo", True, adaptive, "b"),
+        Case("beg_mab", "fastgrpo", True, by_turns, "a"),
     ]
 
 
@@ -151,7 +173,9 @@ def run(args) -> int:
             row["seconds"] = round(time.perf_counter() - began, 1)
             rows.append(row)
             common.say(", ".join(f"{k} {v}" for k, v in row.items()))
-    summary = _summarise(args, rows, len(chosen))
+    summary = _summarise(args, rows, len(chosen)) | {
+        "distinct_rollouts": sum(len(set(map(tuple, b.tokens.tolist()))) for b in plain.values())
+    }
     common.write(args.out, "lossless", args, bench.model, rows, summary)
     return int(summary["mismatched_tokens"] > 0)
 
@@ -160,9 +184,9 @@ def _open(args) -> Bench:
     model = load.load(args.model, args.dtype, args.seed)
     params, stop = model.params, ()
     if args.model == "tiny":
-        # Random weights give flat logits, on which nothing repeats: sharpen the tied head, and
-        # let rows end early by a stop token, so that buckets change.
-        params = dict(params) | {"embed": params["embed"] * 28}
+        # Random weights give flat logits, on which nothing repeats; and let rows end early by a
+        # stop token, so that buckets change.
+        params = dict(params) | {"embed": params["embed"] * SHARPEN}
         stop = model.stop_tokens
     texts = [
         f"{i}. " * (i >= len(TEXTS)) + TEXTS[i % len(TEXTS)].strip() for i in range(args.prompts)
@@ -197,6 +221,10 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
         )
         oracle = draft_oracle.OracleParams(jnp.asarray(tokens, jnp.int32), jnp.float32(0.7))
         weights = weights._replace(oracle=oracle)
+    if case and case.few_ids:
+        counts = draft_vocab.count(base.responses(plain[temperature]))
+        ids = draft_vocab.rank(counts, -(-2 * len(counts) // 3), bench.model.config.vocab)
+        weights = decode.with_draft_vocab(weights, ids)
     request = generate.Request(
         bench.prompts, tuple(range(len(bench.prompts))), bench.args.seed, int(10 * temperature)
     )
@@ -262,7 +290,6 @@ def _summarise(args, rows: list[dict], strategies: int) -> dict:
     return {
         "dtype": args.dtype,
         "rollouts": sum(r["rollouts"] for r in rows),
-        "distinct_rollouts": 2 * args.prompts * args.group,
         "tokens": sum(r["tokens"] for r in rows),
         "mismatched_tokens": sum(r["mismatched_tokens"] for r in rows),
         "diverged_rows": sum(r["diverged_rows"] for r in rows),

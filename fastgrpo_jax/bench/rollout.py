@@ -35,6 +35,7 @@ from fastgrpo_jax.rollout import (
     costs,
     decode,
     draft_oracle,
+    draft_vocab,
     generate,
     goodput,
     strategy,
@@ -73,6 +74,8 @@ def add_arguments(parser) -> None:
         help="train:STEPS (on this policy's own rollouts), random, FILE.safetensors (bench "
         "drafter), none, or oracle:ACCEPTANCE",
     )
+    parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
+    parser.add_argument("--tau", type=float, default=1.0, help="of a node's estimated acceptance")
     parser.add_argument("--show_costs", action="store_true", help="print the cost table")
     parser.add_argument("--measure_seconds", type=float, default=120.0, help="of the cost table")
     parser.add_argument("--explore", type=float, default=0.02, help="goodput's share of time")
@@ -165,8 +168,11 @@ def _open(args, sizes, methods) -> Bench:
     if set(methods) <= set(PLAIN) and not args.show_costs:
         return bench
     if word not in ("none", "oracle") and set(methods) - {*PLAIN, "ngram"}:
-        head, params = _drafter(bench)
-        weights = weights._replace(eagle=params, tau=jnp.float32(1))
+        head, params, counts = _drafter(bench)
+        weights = weights._replace(eagle=params, tau=jnp.float32(args.tau))
+        if 0 < args.vocab < model.config.vocab:
+            ids = draft_vocab.rank(counts, args.vocab, model.config.vocab, model.stop_tokens)
+            weights = decode.with_draft_vocab(weights, ids)
         bench = bench._replace(head=head, weights=weights)
     return bench._replace(table=_table(bench))
 
@@ -182,18 +188,22 @@ def _table(bench: Bench) -> costs.Table:
         )
 
     folder = "" if bench.args.quick else bench.args.compilation_cache
-    return bench.table or calibrate.cached(folder, config, bench.head, measure)
+    about = f"{config} {bench.head} {bench.args.vocab}"
+    return bench.table or calibrate.cached(folder, about, measure)
 
 
-def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params]:
-    """Make the learned drafter: random, from a file, or trained on the policy's own rollouts."""
+def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int]]:
+    """Make the learned drafter: random, from a file, or trained on the policy's own rollouts.
+
+    Returns its shape, its weights, and the counts of tokens that rank its vocabulary.
+    """
     args = bench.args
     if args.drafter == "random":
         config = eagle.config_for(bench.model.config, args.kind)
-        return config, eagle.init(jax.random.key(args.seed + 1), config)
+        return config, eagle.init(jax.random.key(args.seed + 1), config), {}
     if args.drafter.endswith(".safetensors"):
-        config, params = eagle_file.load(args.drafter, bench.model.config)
-        return config, jax.tree.map(jnp.asarray, params)
+        config, params, counts = eagle_file.load(args.drafter, bench.model.config)
+        return config, jax.tree.map(jnp.asarray, params), counts
     count, steps = 8, int(args.drafter.partition(":")[2])  # groups of eight, of other prompts
     task = common.open_task(args.task, args.seed + 1)
     prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
@@ -203,7 +213,7 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params]:
         bench.model, args.kind, batches, steps, args.temperature, args.seed, 8
     )
     common.say(f"trained the drafter for {steps} steps on {count} prompts: loss {loss:.3f}")
-    return config, params
+    return config, params, draft_vocab.count(base.responses(played))
 
 
 def _controller(bench: Bench, method: str) -> strategy.Controller:

@@ -64,6 +64,7 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter = config_dict.ConfigDict()
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
     c.drafter.init = ""  # FILE.safetensors of `bench drafter` to start from; empty: random
+    c.drafter.vocab = 8192  # ids that it may propose, the most frequent so far; 0: all
     c.drafter.learning_rate = 1e-4
     c.drafter.max_grad_norm = 0.5
     c.drafter.feature_weight = 2.0  # of SmoothL1(next_feature, f); eagle's paper has 1.0

@@ -16,22 +16,31 @@ from fastgrpo_jax.models import eagle
 FORMAT = "fastgrpo_jax drafter 1"
 
 
-def save(path: str | os.PathLike, config: base.EagleConfig, params: base.Params) -> None:
-    """Write a drafter's weights (float32) and shape, atomically."""
+def save(
+    path: str | os.PathLike,
+    config: base.EagleConfig,
+    params: base.Params,
+    counts: dict[str, int] | None = None,
+) -> None:
+    """Write a drafter's weights (float32) and shape, atomically.
+
+    `counts` are those of the token ids that it was trained on; they rank its vocabulary.
+    """
     flat = traverse_util.flatten_dict(params, sep="/")
     state = {name: np.ascontiguousarray(x, np.float32) for name, x in flat.items()}
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
     shape = json.dumps(dataclasses.asdict(config))
-    st_numpy.save_file(state, part, metadata={"format": FORMAT, "config": shape})
+    meta = {"format": FORMAT, "config": shape, "counts": json.dumps(counts or {})}
+    st_numpy.save_file(state, part, metadata=meta)
     os.replace(part, path)
 
 
 def load(
     path: str | os.PathLike, policy: base.PolicyConfig
-) -> tuple[base.EagleConfig, base.Params]:
-    """Read a drafter for a policy; it computes in the policy's dtype.
+) -> tuple[base.EagleConfig, base.Params, dict[str, int]]:
+    """Read a drafter for a policy, and its counts; it computes in the policy's dtype.
 
     Raises:
       UserError: for a file that is none, or a drafter of another model's shape.
@@ -53,4 +62,5 @@ def load(
     ]
     if differ:
         raise base.UserError(f"{str(path)!r} is a drafter of another model: {', '.join(differ)}")
-    return config, traverse_util.unflatten_dict(state, sep="/")
+    counts = json.loads(meta.get("counts", "{}"))
+    return config, traverse_util.unflatten_dict(state, sep="/"), counts

@@ -86,16 +86,14 @@ def _draft_seconds(head, weights, rows, repeats, clock) -> float:
     return _shortest(run, repeats, clock)
 
 
-def cached(
-    folder: str, config: base.PolicyConfig, head: base.EagleConfig | None, make: Callable
-) -> costs.Table:
-    """Read the table of this device, model shape and dtype from a folder, or make and keep it.
+def cached(folder: str, about: str, make: Callable[[], costs.Table]) -> costs.Table:
+    """Read a table from a folder, or make and keep it; `folder` empty: nothing is kept.
 
-    `folder` empty: nothing is kept.
+    Tables are told apart by the device and by `about`: model shape, dtype, drafter.
     """
     if not folder:
         return make()
-    name = f"{device()} {config} {head} {jax.__version__}"
+    name = f"{device()} {about} {jax.__version__}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     path = os.path.join(os.path.expanduser(folder), f"costs-{digest}.json")
     table = costs.load(path)

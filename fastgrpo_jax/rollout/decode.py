@@ -16,7 +16,15 @@ from jaxtyping import Array, Int
 from fastgrpo_jax import base
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import accept, draft_eagle, draft_ngram, draft_oracle, sampling, tree
+from fastgrpo_jax.rollout import (
+    accept,
+    draft_eagle,
+    draft_ngram,
+    draft_oracle,
+    draft_vocab,
+    sampling,
+    tree,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +56,25 @@ class Weights(NamedTuple):
     eagle: base.Params = None
     oracle: Any = None
     tau: Any = None  # temperature of a draft's estimated acceptance
+    draft_ids: Any = None  # the draft vocabulary [W] and its head [W, E]; None: the whole
+    draft_head: Any = None
 
 
 def learned(weights: Weights) -> draft_eagle.Weights:
     """Join the learned drafter's parameters with the target's embedding and head."""
     table = policy.head_table(weights.policy)
-    return draft_eagle.Weights(weights.eagle, weights.policy["embed"], table)
+    if weights.draft_ids is not None:
+        table = weights.draft_head
+    return draft_eagle.Weights(weights.eagle, weights.policy["embed"], table, weights.draft_ids)
+
+
+def with_draft_vocab(weights: Weights, ids: Int[Any, " W"]) -> Weights:
+    """Restrict the learned drafter to some ids, ascending; their head is gathered once."""
+    ids = jnp.asarray(ids, jnp.int32)
+    return weights._replace(draft_ids=ids, draft_head=_take(policy.head_table(weights.policy), ids))
+
+
+_take = jax.jit(draft_vocab.head)
 
 
 class _View(NamedTuple):

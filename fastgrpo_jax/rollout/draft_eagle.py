@@ -36,11 +36,15 @@ class EagleState(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The drafter's own parameters with the target's frozen embedding and head."""
+    """The drafter's own parameters with the target's frozen embedding and head.
+
+    ids: the draft vocabulary, ascending, whose rows `head` has; None for all ids.
+    """
 
     params: base.Params
     embed: Float[Array, "V E"]
-    head: Float[Array, "V E"]
+    head: Float[Array, "W E"]
+    ids: Int[Array, " W"] | None = None
 
 
 def init(config: base.EagleConfig, rows: int, slots: int) -> EagleState:
@@ -119,9 +123,13 @@ def _children(weights, level, noise, temperature, tau, shared, width):
     """
     logits = policy.logits(level.hidden, weights.head)
     if shared:
+        if weights.ids is not None:
+            noise = jnp.take(noise, weights.ids, axis=1)
         logits = sampling.perturb(logits, noise[:, None], temperature[:, None]) / tau
     logits = jnp.where(jnp.isfinite(logits), logits, _WORST).astype(jnp.float32)
     values, ids = sampling.top(logits, width)
+    if weights.ids is not None:
+        ids = weights.ids[ids]
     chance = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return ids, level.score[..., None] + chance
 

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import calibrate, costs, generate, strategy
+from fastgrpo_jax.rollout import calibrate, costs, draft_vocab, generate, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 from fastgrpo_jax.train import checkpoint, data, grpo, metrics, report, rewards
 from fastgrpo_jax.train import setup as setup_lib
@@ -83,6 +84,7 @@ class Memory(NamedTuple):
     cursor: int  # place in the data stream
     num_tokens: int  # of all sequences so far, prompts included
     controller: dict[str, Any]  # what the rollout's controller has seen
+    counts: dict[str, int]  # of each token id emitted so far, for the draft vocabulary
 
 
 def train(c, workdir: str | os.PathLike) -> None:
@@ -102,7 +104,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = Memory(0, 0, {})
+    memory = Memory(0, 0, {}, setup.counts)
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
         memory = Memory(**extra)
@@ -195,13 +197,15 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
     )
 
+    weights = setup_lib.weights(c, setup, state, memory.counts)
+
     def look(live: int) -> None:
         run.signals.check()
         run.progress.phase(f"rollout, {live} rows left")
 
     rollout = generate.rollout(
         run.engine,
-        setup_lib.weights(c, setup, state),
+        weights,
         generate.Request(
             tuple(p.ids for p in prompts), tuple(p.place for p in prompts), c.seed, int(state.step)
         ),
@@ -225,6 +229,11 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         num_tokens,
     )
     row |= generate.statistics(rollout)
+    counts = {}
+    if weights.draft_ids is not None:
+        said = base.responses(batch)
+        row["drafter/vocab_coverage"] = draft_vocab.coverage(np.asarray(weights.draft_ids), said)
+        counts = draft_vocab.count(said, memory.counts)
     row |= {
         "reward/failures": float(scores.failures),
         "data/overlong": float(changed),
@@ -241,15 +250,13 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
             cursor=cursor,
             num_tokens=num_tokens,
             controller=run.controller.renew(rollout.memory),  # the step changes the weights
+            counts=counts,
         ),
     )
 
 
 def _score(c, setup, prompts, batch: base.RolloutBatch) -> tuple[rewards.Scores, list[str]]:
-    ids = [
-        row[start:end].tolist()
-        for row, start, end in zip(batch.tokens, batch.prompt_length, batch.length)
-    ]
+    ids = base.responses(batch)
     texts = [setup.model.tokenizer.decode(x, skip_special_tokens=True) for x in ids]
     group = c.task.group
     scores = rewards.score(
@@ -304,11 +311,12 @@ def _costs(c, setup, state: base.TrainState, workdir: pathlib.Path) -> costs.Tab
 
     def measure() -> costs.Table:
         say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
-        weights = setup_lib.weights(c, setup, state)
+        weights = setup_lib.weights(c, setup, state, {})
         budget_s = c.rollout.measure_seconds
         return calibrate.measure(setup.model.config, setup.eagle, weights, budget_s=budget_s)
 
-    table = calibrate.cached(c.compilation_cache, setup.model.config, setup.eagle, measure)
+    about = f"{setup.model.config} {setup.eagle} {c.drafter.vocab}"
+    table = calibrate.cached(c.compilation_cache, about, measure)
     costs.save(workdir / COSTS, table)
     return table
 

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, eagle_file, load
-from fastgrpo_jax.rollout import bandit, buckets, costs, decode, generate, goodput, strategy
+from fastgrpo_jax.rollout import (
+    bandit,
+    buckets,
+    costs,
+    decode,
+    draft_vocab,
+    generate,
+    goodput,
+    strategy,
+)
 from fastgrpo_jax.train import data, distill, grpo, optim, rewards
 from fastgrpo_jax.train import step as step_lib
 
@@ -23,6 +32,7 @@ class Setup(NamedTuple):
     model: load.LoadedModel
     eagle: base.EagleConfig | None
     drafter: base.Params  # to start from; None: none, or drawn from the seed
+    counts: dict[str, int]  # of the token ids that a drafter to start from was trained on
     task: data.Task
     rendering: data.Rendering
     rewards: tuple[rewards.Reward, ...]
@@ -59,7 +69,7 @@ def prepare(c) -> Setup:
     )
     functions = rewards.load_rewards(c.reward.functions, c.reward.weights)
     model = load.load(c.model.name, c.model.dtype, c.seed)
-    head, drafter = _drafter(c, model.config)
+    head, drafter, counts = _drafter(c, model.config)
     rendering = data.Rendering(
         model.tokenizer,
         c.task.system,
@@ -76,6 +86,7 @@ def prepare(c) -> Setup:
         model=model,
         eagle=head,
         drafter=drafter,
+        counts=counts,
         task=task,
         rendering=rendering,
         rewards=functions,
@@ -95,17 +106,19 @@ def prepare(c) -> Setup:
     )
 
 
-def _drafter(c, policy: base.PolicyConfig) -> tuple[base.EagleConfig | None, base.Params]:
+def _drafter(
+    c, policy: base.PolicyConfig
+) -> tuple[base.EagleConfig | None, base.Params, dict[str, int]]:
     """Shape the drafter, and read its file if there is one."""
     kind, path = c.drafter.kind, c.drafter.init
     if path and kind == "none":
         raise base.UserError(f"drafter.init is {path!r}, but drafter.kind is 'none'")
     if not path:
-        return (None if kind == "none" else eagle.config_for(policy, kind)), None
-    head, params = eagle_file.load(path, policy)
+        return (None if kind == "none" else eagle.config_for(policy, kind)), None, {}
+    head, params, counts = eagle_file.load(path, policy)
     if head.kind != kind:
         raise base.UserError(f"drafter.kind is {kind!r}, but {path!r} holds one of {head.kind!r}")
-    return head, params
+    return head, params, counts
 
 
 def first_state(c, setup: Setup) -> base.TrainState:
@@ -182,13 +195,21 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
     )
 
 
-def weights(c, setup: Setup, state: base.TrainState) -> decode.Weights:
-    """Give a rollout its weights; a narrower compute dtype is cast to once per rollout."""
+def weights(c, setup: Setup, state: base.TrainState, counts: dict[str, int]) -> decode.Weights:
+    """Give a rollout its weights; a narrower compute dtype is cast to once per rollout.
+
+    `counts` of the tokens emitted so far rank the draft vocabulary.
+    """
     dtype = jnp.dtype(setup.model.config.dtype)
     policy, drafter = state.params, state.drafter
     if policy["embed"].dtype != dtype:
         policy, drafter = decode.cast((policy, drafter), dtype)
-    return decode.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
+    made = decode.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
+    size, vocab = c.drafter.vocab, setup.model.config.vocab
+    if setup.eagle is None or not 0 < size < vocab:
+        return made
+    ids = draft_vocab.rank(counts, size, vocab, setup.model.stop_tokens)
+    return decode.with_draft_vocab(made, ids)
 
 
 _POSITIVE = (
@@ -214,6 +235,7 @@ _NOT_NEGATIVE = (
     "sampling.max_length",
     "rollout.c_peak",
     "rollout.measure_seconds",
+    "drafter.vocab",
     "log.completions_per_step",
 )
 _CHOICES = {

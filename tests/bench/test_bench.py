@@ -24,6 +24,7 @@ def test_lossless_compares_every_token_and_finds_no_difference(tmp_path):
     assert summary["mismatched_tokens"] == summary["diverged_rows"] == 0
     assert summary["rollouts"] == 2 * 8 and summary["strategies"] == 1
     assert summary["tokens"] > 2 * 8 * 8
+    assert summary["distinct_rollouts"] == 2 + 8  # greedy groups are alike, sampled ones differ
     assert all(row["accepted_share"] > 0.2 for row in result["rows"])
 
 
