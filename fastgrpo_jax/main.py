@@ -37,19 +37,26 @@ def main(argv: list[str]) -> int:
         from fastgrpo_jax.train import loop
 
         try:
+            signal.signal(signal.SIGTERM, _interrupt)
             loop.train(config, workdir)
-        except loop.Interrupted as stop:
+        except (loop.Interrupted, KeyboardInterrupt) as stop:
+            name = str(stop) or "SIGINT"
             print(
-                f"\nstopped by {stop}; the finished steps are saved. To resume:\n"
+                f"\nstopped by {name}; the finished steps are saved. To resume:\n"
                 f"  python -m fastgrpo_jax.main {shlex.join(argv)}",
                 file=sys.stderr,
             )
-            return 128 + signal.Signals[str(stop)]
+            return 128 + signal.Signals[name]
         print(f"done in {time.monotonic() - began:.0f} s; files are in {workdir}", file=sys.stderr)
         return 0
     except base.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _interrupt(number, frame):
+    """End a start by SIGTERM as Ctrl-C would; once training runs, the loop sees to signals."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 def _prepare_jax(config) -> None:

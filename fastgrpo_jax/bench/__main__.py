@@ -3,9 +3,10 @@
 import argparse
 import importlib
 import os
+import pathlib
 import sys
 
-SUITES = ("lossless", "rollout", "drafter")
+SUITES = ("lossless", "rollout", "drafter", "engine")
 
 
 def main(argv: list[str]) -> int:
@@ -46,10 +47,29 @@ def main(argv: list[str]) -> int:
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
+        _check(args)
         return suite.run(args)
     except base.UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _check(args) -> None:
+    """Refuse what no suite can use, before any work: numbers, and a result that cannot be kept."""
+    from fastgrpo_jax import base
+
+    for name, least in (("seed", 0), ("repeats", 1), ("tokens", 1), ("group", 1), ("prompts", 1)):
+        value = getattr(args, name, least)
+        if not least <= value < 2**31 - 1:
+            raise base.UserError(f"--{name} is {value}; allowed: {least} or more, below 2**31 - 1")
+    out = pathlib.Path(args.out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = out.with_suffix(out.suffix + ".part")
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise base.UserError(f"--out is {args.out!r}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

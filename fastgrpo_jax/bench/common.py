@@ -76,8 +76,20 @@ def chat_prompts(model: load.LoadedModel, task: data.Task, count: int, limit: in
     rendering = data.Rendering(
         model.tokenizer, "", bool(model.tokenizer.chat_template), limit, "drop"
     )
-    prompts, _, _ = data.take(task, 0, count, rendering)
+    try:
+        prompts, _, _ = data.take(task, 0, count, rendering)
+    except base.UserError as error:
+        raise base.UserError(f"--max_prompt is {limit}: {error}") from error
     return tuple(p.ids for p in prompts)
+
+
+def check_length(model: load.LoadedModel, limits: generate.Limits) -> None:
+    """Refuse sequences that the model has no positions for."""
+    if limits.total > model.config.max_positions:
+        raise base.UserError(
+            f"--tokens is {limits.response} after prompts of up to {limits.prompt} tokens; the "
+            f"model has {model.config.max_positions} positions"
+        )
 
 
 def interleave(runs: dict[str, Callable[[int], float]], repeats: int) -> dict[str, list[float]]:
@@ -178,10 +190,22 @@ def response_tokens(batch: base.RolloutBatch) -> int:
 
 
 def engine_for(
-    spec: decode.Spec, rows: tuple[int, ...], limits: generate.Limits, stop, controllers, slot_step
+    spec: decode.Spec,
+    rows: tuple[int, ...],
+    limits: generate.Limits,
+    stop,
+    controllers,
+    slot_step,
+    total: int = 0,
 ) -> generate.Engine:
     """Lay out an engine for all of some controllers."""
     spans = [s.span for c in controllers for r in rows for s in c.possible(r)]
     return generate.make_engine(
-        spec, rows=rows, limits=limits, stop_tokens=stop, slot_step=slot_step, span=max(spans)
+        spec,
+        rows=rows,
+        total=total,
+        limits=limits,
+        stop_tokens=stop,
+        slot_step=slot_step,
+        span=max(spans),
     )

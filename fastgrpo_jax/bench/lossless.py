@@ -194,6 +194,7 @@ def _open(args) -> Bench:
     prompts = tuple(tuple(model.tokenizer.encode(t, add_special_tokens=False)) for t in texts)
     longest = max(map(len, prompts))
     limits = generate.Limits(longest, args.tokens, longest + args.tokens)
+    common.check_length(model, limits)
     return Bench(args, model, params, prompts, limits, stop, {})
 
 

@@ -120,6 +120,10 @@ def run(args) -> int:
         )
     if not 0 <= args.temperature < float("inf"):
         raise base.UserError(f"--temperature is {args.temperature}; allowed: 0 or more")
+    try:
+        strategy.parse(args.fixed)
+    except base.UserError as error:
+        raise base.UserError(f"--fixed: {error}") from error
     sizes = common.integers(args.rows)
     bench = _open(args, sizes, methods)
     if args.show_costs:
@@ -162,6 +166,7 @@ def _open(args, sizes, methods) -> Bench:
     )
     longest = max(map(len, prompts))
     limits = generate.Limits(longest, args.tokens, longest + args.tokens)
+    common.check_length(model, limits)
     weights = decode.Weights(jax.tree.map(jnp.asarray, model.params))
     accept = float(number) if word == "oracle" else None
     bench = Bench(args, model, prompts, limits, None, weights, None, accept)

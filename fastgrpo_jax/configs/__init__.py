@@ -161,4 +161,4 @@ def _unknown(path: str, allowed: dict[str, Any]) -> str:
     leaf = path.rpartition(".")[2]
     same_leaf = [p for p in allowed if p.rpartition(".")[2] == leaf]
     hint = f" (did you mean {same_leaf[0]}?)" if same_leaf else _hint(path, allowed)
-    return f"there is no key {path}{hint}"
+    return f"there is no key {path}{hint or '; all keys are in fastgrpo_jax/configs/default.py'}"

@@ -55,6 +55,7 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.depth_max = 5  # fastgrpo: deepest draft
     c.rollout.width_max = 8  # fastgrpo: most children per node
     c.rollout.alpha = 0.75  # fastgrpo: depth = log2(tokens verified / alpha)
+    c.rollout.max_rows = 0  # rows decoded at one time, the others wait for a seat; 0: all
     c.rollout.row_buckets = ""  # compiled row counts, comma-separated; empty: powers of 2
     c.rollout.slot_step = 128  # cache slots grow by this many positions
     c.rollout.block_rounds = 16  # rounds per compiled block before the host looks again

@@ -319,6 +319,28 @@ def _start(prompts: tuple[Prompts, ...], sequences, rows, source, slots) -> base
 start = jax.jit(_start, static_argnums=4)
 
 
+def _admit(prompts, state: base.RolloutState, keep, fresh, source, slots) -> base.RolloutState:
+    """Take the slots `keep` of a state, and into slots with a line in `fresh` admit that line.
+
+    source: the prompt of each admitted line, out of range elsewhere.
+    """
+    old = _resize(state, keep, slots)
+    new = _start(prompts, state.sequences, fresh, source, slots)
+    admitted = fresh < state.sequences.length.shape[0]
+
+    def pick(a, b):
+        return jnp.where(admitted.reshape(-1, *[1] * (a.ndim - 1)), b, a)
+
+    return state._replace(
+        rows=pick(old.rows, new.rows),
+        cache=jax.tree.map(pick, old.cache, new.cache),
+        draft=jax.tree.map(pick, old.draft, new.draft),
+    )
+
+
+admit = jax.jit(_admit, static_argnums=5)
+
+
 def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
     """Feed the learned drafter the features stored while it was off, chunk by chunk."""
     s = state.sequences
@@ -359,10 +381,10 @@ def _forward(config, params, tokens, cache):
 forward = jax.jit(_forward, static_argnums=0, donate_argnums=3)
 
 
-def _draft_step(config, weights: draft_eagle.Weights, feature, cache):
-    """Run one bare step of the drafter with its head on a node of each row."""
+def _draft_step(config, weights: draft_eagle.Weights, feature, cache, with_head=True):
+    """Run one bare step of the drafter on some nodes of each row, with its head or without."""
     rows, slots = feature.shape[0], cache.k[0].shape[2]
-    place = jnp.zeros((rows, 1), jnp.int32)
+    place = jnp.broadcast_to(jnp.arange(feature.shape[1], dtype=jnp.int32), feature.shape[:2])
     _, hidden, cache = eagle.Eagle(config).apply(
         {"params": weights.params},
         feature,
@@ -372,10 +394,18 @@ def _draft_step(config, weights: draft_eagle.Weights, feature, cache):
         cache,
         jnp.zeros(rows, jnp.int32),
     )
-    return policy.logits(hidden, weights.head).max(axis=-1), cache
+    if not with_head:
+        return hidden, cache
+    return _draft_head(weights, hidden), cache
 
 
-draft_step = jax.jit(_draft_step, static_argnums=0, donate_argnums=3)
+def _draft_head(weights: draft_eagle.Weights, hidden):
+    """Run the drafter's bare head."""
+    return policy.logits(hidden, weights.head).max(axis=-1)
+
+
+draft_step = jax.jit(_draft_step, static_argnums=(0, 4), donate_argnums=3)
+draft_head = jax.jit(_draft_head)
 
 
 def _cast_tree(tree, dtype):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import buckets, decode, sampling, strategy
+from fastgrpo_jax.rollout import buckets, decode, sampling, schedule, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 
 
@@ -23,7 +23,8 @@ class Engine:
     """A rollout engine for one shape of rollout: P prompts, G completions of each.
 
     Attributes:
-      rows: row counts that are compiled, ascending; the last is P * G.
+      rows: row counts that are compiled, ascending; what is beyond the last one waits.
+      total: P * G, the rows of a rollout.
       slots: slot counts that are compiled, ascending.
       prompt_slots: slots of the prefill, a multiple of its chunk.
       max_length: L, the longest sequence.
@@ -33,6 +34,7 @@ class Engine:
 
     spec: decode.Spec
     rows: tuple[int, ...]
+    total: int
     slots: tuple[int, ...]
     prompt_slots: int
     max_length: int
@@ -59,12 +61,18 @@ class Settings(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What to answer: token ids of P prompts and their places in the data stream."""
+    """What to answer: token ids of P prompts and their places in the data stream.
+
+    expected: how long each prompt's responses are likely to be, to admit the longest first.
+    caps: a response limit of each of the P * G rows, where they differ (for benches).
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     places: tuple[int, ...]
     seed: int
     step: int
+    expected: tuple[float, ...] | None = None
+    caps: tuple[int, ...] | None = None
 
 
 class BlockRecord(NamedTuple):
@@ -98,21 +106,23 @@ def make_engine(
     spec: decode.Spec,
     *,
     rows: tuple[int, ...],
+    total: int = 0,
     limits: Limits,
     stop_tokens: tuple[int, ...],
     slot_step: int = 128,
     rounds: int = 16,
     span: int = 1,
 ) -> Engine:
-    """Lay out an engine for rollouts of rows[-1] rows (P * G) under the given limits.
+    """Lay out an engine for rollouts of `total` rows (P * G; 0: rows[-1]) under given limits.
 
-    `rows` is a ladder, see `buckets.row_ladder`. `span` is the largest `DraftStrategy.span` that
+    `rows` is a ladder, see `buckets.row_ladder`; it may end below `total`. `span` is the largest `DraftStrategy.span` that
     will be asked for.
     """
     chunk = spec.prefill_chunk
     return Engine(
         spec=spec,
         rows=rows,
+        total=total or rows[-1],
         slots=buckets.slot_ladder(limits.total - 1 + span, slot_step),
         prompt_slots=-(-max(limits.prompt, 1) // chunk) * chunk,
         max_length=limits.total,
@@ -125,7 +135,7 @@ def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
     """List the keys of every program that rollouts under a controller may need."""
     keys: list[tuple] = [("prefill",)]
     sizes = [base.Bucket(r, s) for r in engine.rows for s in engine.slots]
-    keys += [("start", s) for s in engine.slots]
+    keys += [("start", base.Bucket(engine.rows[-1], s)) for s in engine.slots]
     uses_learned = False
     for bucket in sizes:
         for choice in controller.possible(bucket.rows):
@@ -139,16 +149,19 @@ def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
         for new in sizes
         if new != old and new.rows <= old.rows and new.slots >= old.slots
     ]
+    if engine.total > engine.rows[-1]:
+        full = [size for size in sizes if size.rows == engine.rows[-1]]
+        keys += [("admit", old, new) for old in full for new in sizes if new.slots >= old.slots]
     return keys
 
 
 def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequences:
     group, count = engine.spec.group, len(request.prompts)
     rows = count * group
-    if limits.total > engine.max_length or rows != engine.rows[-1]:
+    if limits.total > engine.max_length or rows != engine.total:
         raise ValueError(
             f"{rows} rows of at most {limits.total} tokens; the engine is laid out for "
-            f"{engine.rows[-1]} rows of {engine.max_length}"
+            f"{engine.total} rows of {engine.max_length}"
         )
     tokens = np.full((rows, engine.max_length), -1, np.int32)
     length = np.repeat([len(p) for p in request.prompts], group).astype(np.int32)
@@ -161,13 +174,14 @@ def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequenc
             )
         tokens[i * group : (i + 1) * group, : len(prompt)] = prompt
     zeros = np.zeros((rows, engine.max_length), np.float32)
+    caps = limits.response if request.caps is None else np.minimum(request.caps, limits.response)
     return base.Sequences(
         tokens=jnp.asarray(tokens),
         logps=jnp.asarray(zeros),
         masses=jnp.asarray(zeros),
         prompt_length=jnp.asarray(length),
         length=jnp.asarray(length),
-        limit=jnp.asarray(np.minimum(length + limits.response, limits.total).astype(np.int32)),
+        limit=jnp.asarray(np.minimum(length + caps, limits.total).astype(np.int32)),
         done=jnp.zeros(rows, bool),
         stopped=jnp.zeros(rows, bool),
     )
@@ -211,52 +225,57 @@ def _prefill(engine: Engine, weights: decode.Weights, prompts) -> tuple[decode.P
     return tuple(read)
 
 
-def _begin(engine, weights, request, limits, span) -> base.RolloutState:
-    """Prefill and replicate each prompt's memory over its group, with slots for one round."""
-    sequences = _sequences(engine, request, limits)
-    read = _prefill(engine, weights, request.prompts)
-    rows = engine.rows[-1]
-    longest = max(map(len, request.prompts))
-    slots = buckets.at_least(engine.slots, longest - 1 + span)
-    return pool_lib.call(
-        engine.pool,
-        ("start", slots),
-        decode.start,
-        {4: slots},
-        read,
-        sequences,
-        jnp.arange(rows, dtype=jnp.int32),
-        jnp.arange(rows, dtype=jnp.int32) // engine.spec.group,
+class _Live(NamedTuple):
+    """A rollout under way: the device's state, and the host's view of it."""
+
+    state: base.RolloutState
+    bucket: base.Bucket
+    seats: schedule.Seats
+
+
+def _begin(engine, request, read, sequences, need) -> _Live:
+    """Seat the first rows, each with its prompt's memory and slots for one round."""
+    lines = schedule.order(engine.spec.group, len(request.prompts), request.expected)
+    move = schedule.seat(
+        schedule.begin(lines, engine.rows[-1]), np.zeros(engine.total, bool), engine.rows
     )
-
-
-def _fit(engine, state, bucket, rows_of, live, need) -> tuple:
-    """Move to the smallest bucket that holds the live rows and the needed slots.
-
-    Returns (state, bucket, rows_of), where rows_of mirrors state.rows on the host.
-    """
-    rows = bucket.rows
-    if not engine.keep_finished:
-        rows = buckets.at_least(engine.rows, len(live))
-    slots = max(bucket.slots, buckets.at_least(engine.slots, need))
-    new = base.Bucket(rows, slots)
-    if new == bucket:
-        return state, bucket, rows_of
-    if new.rows == bucket.rows:
-        keep = np.arange(rows)
-    else:
-        keep = np.flatnonzero(np.isin(rows_of, live))
-        keep = np.concatenate([keep, np.full(rows - len(keep), bucket.rows)])
+    bucket = base.Bucket(len(move.fresh), buckets.at_least(engine.slots, need))
     state = pool_lib.call(
         engine.pool,
-        ("resize", bucket, new),
-        decode.resize,
-        {2: new.slots},
-        state,
-        jnp.asarray(keep, jnp.int32),
+        ("start", bucket),
+        decode.start,
+        {4: bucket.slots},
+        read,
+        sequences,
+        jnp.asarray(move.fresh),
+        jnp.asarray(move.fresh // engine.spec.group),
     )
-    padded = np.append(rows_of, engine.rows[-1])
-    return state, new, padded[np.minimum(keep, bucket.rows)]
+    return _Live(state, bucket, move.seats)
+
+
+def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
+    """Make the move, and grow the slots where the next round needs more."""
+    slots = max(live.bucket.slots, buckets.at_least(engine.slots, need))
+    new = base.Bucket(len(move.keep), slots)
+    keep = jnp.asarray(move.keep)
+    if move.admitted:
+        state = pool_lib.call(
+            engine.pool,
+            ("admit", live.bucket, new),
+            decode.admit,
+            {5: slots},
+            read,
+            live.state,
+            keep,
+            jnp.asarray(move.fresh),
+            jnp.asarray(move.fresh // engine.spec.group),
+        )
+        return _Live(state, new, move.seats)
+    if new == live.bucket:
+        return live
+    key = ("resize", live.bucket, new)
+    state = pool_lib.call(engine.pool, key, decode.resize, {2: slots}, live.state, keep)
+    return _Live(state, new, move.seats)
 
 
 def rollout(
@@ -281,49 +300,54 @@ def rollout(
     clock, known = time.perf_counter(), len(engine.pool.programs)
     memory = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
-    state = jax.block_until_ready(_begin(engine, weights, request, limits, span))
+    sequences = _sequences(engine, request, limits)
+    length = np.asarray([len(p) for p in request.prompts for _ in range(engine.spec.group)])
+    done = np.zeros(engine.total, bool)
+    read = _prefill(engine, weights, request.prompts)
+    live = _begin(engine, request, read, sequences, int(length.max()) - 1 + span)
+    jax.block_until_ready(live.state)
     prefilled = time.perf_counter()
     sample = _settings(request, engine.spec.group, settings)
     stop = jnp.asarray(engine.stop_tokens, jnp.int32)
-    bucket = base.Bucket(engine.rows[-1], state.cache.k[0].shape[2])
-    rows_of = np.arange(bucket.rows)
-    length = np.asarray([len(p) for p in request.prompts for _ in range(engine.spec.group)])
-    live, ready, blocks = rows_of, True, []
-    while len(live):
-        look(len(live))
-        size = bucket.rows if engine.keep_finished else buckets.at_least(engine.rows, len(live))
-        now = strategy.Situation(base.Bucket(size, bucket.slots), len(live), len(blocks))
+    ready, blocks = True, []
+    while not done.all():
+        look(int((~done).sum()))
+        move = schedule.seat(live.seats, done, engine.rows, engine.keep_finished)
+        going = move.seats.lines[schedule.alive(move.seats, done)]
+        bucket = base.Bucket(len(move.keep), live.bucket.slots)
+        now = strategy.Situation(bucket, len(going), len(blocks))
         choice, rounds = controller.choose(memory, now, engine.rounds)
-        need = int(length[live].max()) - 1 + choice.span
-        state, bucket, rows_of = _fit(engine, state, bucket, rows_of, live, need)
+        live = _settle(engine, live, move, read, int(length[going].max()) - 1 + choice.span)
         if choice.drafter == "learned" and not ready:
-            key = ("activate", bucket)
-            state = pool_lib.call(
-                engine.pool, key, decode.activate, {0: engine.spec}, weights, state
-            )
+            key = ("activate", live.bucket)
+            static = {0: engine.spec}
+            state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
+            live = live._replace(state=state)
         ready = choice.drafter == "learned"
-        shrink_to = 0 if engine.keep_finished else buckets.below(engine.rows, bucket.rows)
+        shrink_to = schedule.leave_at(live.seats, engine.rows, engine.keep_finished)
         began, compiling = time.perf_counter(), engine.pool.seconds
         state, report = pool_lib.call(
             engine.pool,
-            ("block", bucket, choice),
+            ("block", live.bucket, choice),
             decode.decode_block,
             {0: engine.spec, 1: choice},
             weights,
             sample,
             stop,
-            state,
+            live.state,
             jnp.int32(shrink_to),
             jnp.int32(rounds),
         )
-        report = jax.device_get(report)
+        live, report = live._replace(state=state), jax.device_get(report)
         seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
         if not report.rounds:
-            raise RuntimeError(f"no round fits {bucket} with {choice}: the slots are too few")
-        blocks.append(BlockRecord(bucket.rows, bucket.slots, choice, len(live), seconds, report))
-        memory = controller.observe(memory, _outcome(now._replace(bucket=bucket), blocks[-1]))
-        length, live = report.length, np.flatnonzero(~report.done)
-    batch = _finish(jax.device_get(state.sequences))
+            raise RuntimeError(f"no round fits {live.bucket} with {choice}: too few slots")
+        blocks.append(
+            BlockRecord(*dataclasses.astuple(live.bucket), choice, len(going), seconds, report)
+        )
+        memory = controller.observe(memory, _outcome(now._replace(bucket=live.bucket), blocks[-1]))
+        length, done = report.length, report.done
+    batch = _finish(jax.device_get(live.state.sequences))
     return Rollout(
         batch,
         tuple(blocks),

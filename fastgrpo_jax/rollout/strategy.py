@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fastgrpo_jax import base
 
+DEEPEST, MOST_NODES = 32, 1024  # each level is a part of the compiled program
 DRAFTERS = ("off", "learned", "ngram", "oracle")
 
 
@@ -94,6 +95,10 @@ def parse(text: str) -> base.DraftStrategy:
         )
     if int(parts[1]) < 1:
         raise base.UserError(f"strategy is {text!r}; depth must be 1 or more, or say off")
+    if int(parts[1]) > DEEPEST or int(parts[3]) > MOST_NODES:
+        raise base.UserError(
+            f"strategy is {text!r}; depth may be {DEEPEST} at most, nodes {MOST_NODES}"
+        )
     strategy = base.DraftStrategy(parts[0], *map(int, parts[1:]))
     if strategy.drafter == "oracle" and strategy.nodes != 1 + strategy.depth * strategy.width:
         raise base.UserError(

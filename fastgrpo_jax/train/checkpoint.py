@@ -18,6 +18,14 @@ from fastgrpo_jax import base
 FOLDER = "checkpoints"
 
 
+def steps(workdir: str | os.PathLike) -> list[int]:
+    """List the steps that a workdir has checkpoints of, ascending."""
+    folder = pathlib.Path(workdir) / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit() and any(p.iterdir()))
+
+
 def open_manager(workdir: str | os.PathLike, keep: int) -> ocp.CheckpointManager:
     """Open a workdir's checkpoints, of which the newest `keep` are kept.
 
@@ -58,9 +66,11 @@ def restore(
             found = manager.restore(step, args=args)
     except (ValueError, KeyError, OSError, TypeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
+        older = [str(s) for s in manager.all_steps() if s < step]
+        cure = f"delete that folder to go on after step {older[-1]}" if older else "begin anew"
         raise base.UserError(
-            f"checkpoint {step} in {manager.directory} cannot be restored into this model "
-            f"({lines[0][:200]}); use another workdir, or delete that step"
+            f"checkpoint {step} in {manager.directory} cannot be restored: it is damaged, or of "
+            f"another model ({lines[0][:200]}); use another workdir, or {cure}"
         ) from error
     state = found["state"]
     return base.TrainState(*state), found["extra"]

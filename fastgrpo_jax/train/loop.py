@@ -20,14 +20,22 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.rollout import calibrate, costs, draft_vocab, generate, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
-from fastgrpo_jax.train import checkpoint, data, grpo, metrics, report, rewards
+from fastgrpo_jax.train import checkpoint, data, grpo, lengths, metrics, report, rewards
 from fastgrpo_jax.train import setup as setup_lib
 from fastgrpo_jax.train import step as step_lib
 
 COSTS = "costs.json"
 _IDLE_STEPS = (3, 10, 30, 100, 300, 1000)  # in a row without an advantage: a warning comes
 # Keys that a resumed run may change; the others shape what has been learned.
-HARMLESS = ("steps", "log.", "checkpoint.", "compilation_cache")
+HARMLESS = (
+    "steps",
+    "log.",
+    "checkpoint.",
+    "compilation_cache",
+    "reward.on_error",
+    "task.overlong_prompt",
+)
+_SKIPPED = 10  # updates in a row that were not finite: the run ends
 
 
 class Interrupted(Exception):
@@ -55,7 +63,8 @@ class Signals:
 
     def _catch(self, number, frame):
         self.caught = signal.Signals(number)
-        self._release()
+        for each in self.before:  # ends even a long compilation
+            signal.signal(each, signal.SIG_DFL)
         os.write(2, f"\n{self.caught.name}: saving soon; again to stop at once\n".encode())
 
     def check(self) -> None:
@@ -85,6 +94,8 @@ class Memory(NamedTuple):
     num_tokens: int  # of all sequences so far, prompts included
     controller: dict[str, Any]  # what the rollout's controller has seen
     counts: dict[str, int]  # of each token id emitted so far, for the draft vocabulary
+    lengths: lengths.Lengths  # of each prompt's responses, where rows wait for a seat
+    source: str  # fingerprint of the data and of the rewards' files
 
 
 def train(c, workdir: str | os.PathLike) -> None:
@@ -100,18 +111,22 @@ def train(c, workdir: str | os.PathLike) -> None:
     except OSError as error:
         raise base.UserError(f"--workdir is {str(workdir)!r}: {error.strerror}") from error
     _check_same_run(c, workdir)
+    if max(checkpoint.steps(workdir), default=-1) >= c.steps:
+        say(f"all {max(checkpoint.steps(workdir))} steps are done; raise --config.steps to go on")
+        _conclude(workdir)
+        return
     say(f"loading {c.model.name}")
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = Memory(0, 0, {}, setup.counts)
+    memory = Memory(0, 0, {}, setup.counts, {}, "")
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
         memory = Memory(**extra)
         say(f"resuming after step {int(state.step)}")
-    if int(state.step) >= c.steps:
-        say(f"all {int(state.step)} steps are done; raise --config.steps to go on")
-        return
+    if memory.source and memory.source != setup.source:
+        say("warning: the data or the reward functions' files have changed since the checkpoint")
+    memory = memory._replace(source=setup.source)
     _write_config(c, workdir)
     table = _costs(c, setup, state, workdir) if setup_lib.needs_costs(c) else None
     controller = setup_lib.controller(c, setup, table)
@@ -120,6 +135,9 @@ def train(c, workdir: str | os.PathLike) -> None:
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
     writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
+    there = {row["step"] for row in metrics.read(workdir)}
+    if len(there) < int(state.step):
+        say(f"warning: metrics.jsonl lacks {int(state.step) - len(there)} of the steps so far")
     try:
         with Signals() as signals:
             step = step_lib.make_train_step(setup.step)
@@ -130,6 +148,11 @@ def train(c, workdir: str | os.PathLike) -> None:
         metrics.close(writer)
         manager.wait_until_finished()
         manager.close()
+    _conclude(workdir)
+
+
+def _conclude(workdir: pathlib.Path) -> None:
+    """Say what came of a run, and draw it."""
     rows = metrics.read(workdir)
     say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
 
@@ -140,7 +163,7 @@ def say(text: str) -> None:
 
 
 def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
-    """Run the steps that are left. On a signal, saves the last finished step and raises."""
+    """Run the steps that are left. Whatever ends them early, the last finished step is saved."""
     c = run.config
 
     def save() -> float:
@@ -148,15 +171,16 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
         checkpoint.save(run.manager, state, memory._asdict())
         return time.perf_counter() - began
 
-    idle = 0  # steps in a row without an advantage
+    idle = skipped = 0  # steps in a row without an advantage; without a finite update
     for number in range(int(state.step), c.steps):
         began = time.perf_counter()
         try:
             played = _play(run, state, memory)
             run.progress.phase("training")
             run.signals.check()
-        except Interrupted:
-            save()
+        except BaseException:  # a signal, a reward that fails, a bad row: the state is whole
+            if number:
+                save()
             raise
         row, learning = played.metrics, time.perf_counter()
         state, learned = run.train_step(state, played.batch)
@@ -172,6 +196,15 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
         row |= pool_lib.describe(run.engine.pool)
         metrics.write(run.writer, number, row, played.completions)
         run.progress.step(number, row)
+        skipped = skipped + 1 if row["policy/skipped"] else 0
+        if skipped == 1:
+            run.progress.note("warning: this update was not finite, so it was skipped")
+        if skipped >= _SKIPPED:
+            raise base.UserError(
+                f"the last {skipped} updates were not finite and were skipped: the policy is of no "
+                f"use any more; begin anew with a lower optim.learning_rate than "
+                f"{c.optim.learning_rate:g}"
+            )
         idle = idle + 1 if row["frac_reward_zero_std"] == 1 else 0
         if idle in _IDLE_STEPS:
             run.progress.note(
@@ -198,6 +231,8 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     )
 
     weights = setup_lib.weights(c, setup, state, memory.counts)
+    ids = tuple(p.ids for p in prompts)
+    waits = run.engine.total > run.engine.rows[-1]
 
     def look(live: int) -> None:
         run.signals.check()
@@ -207,7 +242,11 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         run.engine,
         weights,
         generate.Request(
-            tuple(p.ids for p in prompts), tuple(p.place for p in prompts), c.seed, int(state.step)
+            ids,
+            tuple(p.place for p in prompts),
+            c.seed,
+            int(state.step),
+            lengths.expect(memory.lengths, ids) if waits else None,
         ),
         setup.sampling,
         setup.limits,
@@ -220,20 +259,22 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     batch = rollout.batch
     scores, texts = _score(c, setup, prompts, batch)
     num_tokens = memory.num_tokens + int(batch.length.sum())
+    said = batch.length - batch.prompt_length
     row = metrics.summarise(
         scores.total,
         scores.parts,
         c.task.group,
-        batch.length - batch.prompt_length,
+        said,
         batch.stopped,
         num_tokens,
     )
     row |= generate.statistics(rollout)
     counts = {}
     if weights.draft_ids is not None:
-        said = base.responses(batch)
-        row["drafter/vocab_coverage"] = draft_vocab.coverage(np.asarray(weights.draft_ids), said)
-        counts = draft_vocab.count(said, memory.counts)
+        emitted = base.responses(batch)
+        covered = draft_vocab.coverage(np.asarray(weights.draft_ids), emitted)
+        row["drafter/vocab_coverage"] = covered
+        counts = draft_vocab.count(emitted, memory.counts)
     row |= {
         "reward/failures": float(scores.failures),
         "data/overlong": float(changed),
@@ -251,6 +292,9 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
             num_tokens=num_tokens,
             controller=run.controller.renew(rollout.memory),  # the step changes the weights
             counts=counts,
+            lengths=lengths.learn(memory.lengths, ids, said.reshape(len(ids), -1).tolist())
+            if waits
+            else {},
         ),
     )
 
@@ -367,12 +411,18 @@ def _check_same_run(c, workdir: pathlib.Path) -> None:
       UserError: showing each difference.
     """
     path = workdir / "config.json"
-    if not path.exists() or not (workdir / checkpoint.FOLDER).exists():
+    if not checkpoint.steps(workdir):
+        return
+    if not path.exists():
+        say(f"warning: {path} is missing, so that this config cannot be compared with the run's")
         return
     try:
-        before = _flat(json.loads(path.read_text()))
+        before = json.loads(path.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("not an object")
+        before = _flat(before)
     except ValueError as error:
-        raise base.UserError(f"{path} is not JSON ({error}); restore it or remove it") from error
+        raise base.UserError(f"{path} is no config ({error}); restore it or remove it") from error
     now = _flat(c.to_dict())
     changed = [
         f"  {name}: {before.get(name, '(absent)')!r} -> {now.get(name, '(absent)')!r}"
@@ -383,5 +433,5 @@ def _check_same_run(c, workdir: pathlib.Path) -> None:
         raise base.UserError(
             f"{workdir} holds a run with another config:\n" + "\n".join(changed) + "\n"
             "use another --workdir, or the config it began with (these may change: "
-            "steps, log.*, checkpoint.*, compilation_cache)"
+            f"{', '.join(HARMLESS).replace('., ', '.*, ')})"
         )

@@ -37,7 +37,7 @@ class OptimConfig:
         infinity = float("inf")
         ranges = {
             "learning_rate": (0 <= self.learning_rate < infinity, "0 or more"),
-            "warmup_steps": (self.warmup_steps >= 0, "0 or more"),
+            "warmup_steps": (0 <= self.warmup_steps < 2**31, "0 or more, below 2**31"),
             "weight_decay": (0 <= self.weight_decay < infinity, "0 or more"),
             "b1": (0 <= self.b1 < 1, "[0, 1)"),
             "b2": (0 <= self.b2 < 1, "[0, 1)"),

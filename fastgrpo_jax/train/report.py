@@ -171,4 +171,7 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _cell(value: float, form: str) -> str:
-    return "-" if math.isnan(value) else f"{value:{form}}"
+    if math.isnan(value):
+        return "-"
+    text = f"{value:{form}}"
+    return text if len(text) < 12 else f"{value:.3g}"

@@ -15,7 +15,7 @@ import math
 import pathlib
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from fastgrpo_jax import base
 from fastgrpo_jax.train import tasks
 
 ON_ERROR = ("raise", "none")
+LARGEST = 1e9  # reward: squares of larger ones leave float32 no digits
 
 
 class Reward(NamedTuple):
@@ -184,17 +185,15 @@ def _call(
         if inspect.iscoroutine(result):
             result = asyncio.run(result)
     except (Exception, SystemExit) as error:  # a function that calls sys.exit fails like others
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        fault = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-        message = (
-            f"reward function {reward.name} failed on {rows} rows: {fault} "
-            f"({pathlib.Path(last.filename).name}:{last.lineno})"
-        )
+        message = f"reward function {reward.name} failed on {rows} rows: {_fault(reward.fn, error)}"
         if on_error == "raise":
+            print(traceback.format_exc(), file=sys.stderr)  # the user's own code: show all of it
             raise base.UserError(message) from error
         logging.warning("%s; its rows count as None", message, exc_info=True)
         return np.full(rows, np.nan), rows
     count = len(result) if hasattr(result, "__len__") and not isinstance(result, str) else None
+    if isinstance(result, Mapping | Set):  # has a length, but no order of rows
+        count = None
     if count != rows:
         got = f"{count} values" if count is not None else f"{result!r:.80}"
         raise base.UserError(
@@ -202,6 +201,17 @@ def _call(
             "it must give a list with a number or None per row"
         )
     return _values(reward.name, result, on_error)
+
+
+def _fault(fn: Callable, error: BaseException) -> str:
+    """Tell an error on one line: its type, its text, and the last line of the user's own file."""
+    frames = traceback.extract_tb(error.__traceback__)[1:] or traceback.extract_tb(
+        error.__traceback__
+    )
+    own = inspect.getsourcefile(inspect.unwrap(fn)) if inspect.isroutine(fn) else None
+    last = next((f for f in reversed(frames) if f.filename == own), frames[-1])
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return f"{text} ({pathlib.Path(last.filename).name}:{last.lineno})"
 
 
 def _values(name: str, result: Any, on_error: str) -> tuple[Float[np.ndarray, " N"], int]:
@@ -213,7 +223,7 @@ def _values(name: str, result: Any, on_error: str) -> tuple[Float[np.ndarray, " 
         if number is None and on_error == "raise":
             raise base.UserError(
                 f"reward function {name} gave {value!r} for row {i}; "
-                "allowed: a finite number, or None where it does not apply"
+                f"allowed: a finite number of at most {LARGEST:g}, or None where it does not apply"
             )
         if number is None:
             lost += 1
@@ -232,7 +242,7 @@ def _finite(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch, numpy-likes
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None  # NaN is not
 
 
 def _load(spec: str) -> Callable:

@@ -5,6 +5,8 @@ rewards, then the model.
 """
 
 import functools
+import hashlib
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ from fastgrpo_jax.rollout import (
     goodput,
     strategy,
 )
-from fastgrpo_jax.train import data, distill, grpo, optim, rewards
+from fastgrpo_jax.train import data, distill, grpo, optim, rewards, tasks
 from fastgrpo_jax.train import step as step_lib
 
 
@@ -33,6 +35,7 @@ class Setup(NamedTuple):
     eagle: base.EagleConfig | None
     drafter: base.Params  # to start from; None: none, or drawn from the seed
     counts: dict[str, int]  # of the token ids that a drafter to start from was trained on
+    source: str  # fingerprint of the data and of the rewards' files, to notice a change
     task: data.Task
     rendering: data.Rendering
     rewards: tuple[rewards.Reward, ...]
@@ -79,14 +82,14 @@ def prepare(c) -> Setup:
     )
     _stop_tokens(c.sampling.stop_tokens, model)
     buckets.row_ladder(c.task.prompts_per_step * c.task.group, c.rollout.row_buckets)
-    first = data.take(task, 0, 1, rendering)[0][0]
-    rewards.check_columns(functions, first.columns)
+    _check_rows(c, task, rendering, functions)
     limits = _limits(c, model.config)
     return Setup(
         model=model,
         eagle=head,
         drafter=drafter,
         counts=counts,
+        source=_fingerprint(c, task, functions),
         task=task,
         rendering=rendering,
         rewards=functions,
@@ -104,6 +107,39 @@ def prepare(c) -> Setup:
             **losses._asdict(),
         ),
     )
+
+
+_CHECKED_ROWS = 20_000  # of a finite source, at start
+
+
+def _check_rows(c, task: data.Task, rendering: data.Rendering, functions) -> None:
+    """Render the rows that the run will come to, so that a bad one is answered at start."""
+    first = data.take(task, 0, 1, rendering)[0][0]
+    rewards.check_columns(functions, first.columns)
+    numeric = any(reward.fn is rewards.exact_number for reward in functions)
+    for place in range(min(task.size or 1, c.steps * c.task.prompts_per_step, _CHECKED_ROWS)):
+        if c.task.overlong_prompt == "error":
+            data.take(task, place, 1, rendering)
+        answer = task.row(place).get("answer")
+        if numeric and answer is not None and tasks.to_number(answer) is None:
+            raise base.UserError(
+                f"the row at place {place} of {task.name} has the answer {answer!r}, which is no "
+                "number, and reward.functions holds exact_number; mend the row, or leave it empty"
+            )
+
+
+def _fingerprint(c, task: data.Task, functions: tuple[rewards.Reward, ...]) -> str:
+    """Hash what a run reads beside its config: the rows (some, of a large source), the rewards."""
+    digest = hashlib.sha256(f"{task.name} {task.size}".encode())
+    if task.size:
+        for place in range(0, task.size, max(task.size // 1000, 1)):
+            digest.update(repr(task.row(place)).encode())
+    for spec, reward in zip(c.reward.functions.split(","), functions):
+        digest.update(reward.name.encode())
+        path = spec.strip().rpartition(":")[0]
+        if path.endswith(".py"):
+            digest.update(pathlib.Path(path).read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _drafter(
@@ -173,7 +209,8 @@ def _arms(setup: Setup, table: costs.Table):
 def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
     """Lay out the rollout engine for what a controller may choose."""
     r = c.rollout
-    rows = buckets.row_ladder(c.task.prompts_per_step * c.task.group, r.row_buckets)
+    total = c.task.prompts_per_step * c.task.group
+    rows = buckets.row_ladder(min(total, r.max_rows or total), r.row_buckets)
     choices = [choice for size in rows for choice in controller.possible(size)]
     spec = decode.Spec(
         policy=setup.model.config,
@@ -187,6 +224,7 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
     return generate.make_engine(
         spec,
         rows=rows,
+        total=total,
         limits=setup.limits,
         stop_tokens=_stop_tokens(c.sampling.stop_tokens, setup.model),
         slot_step=r.slot_step,
@@ -235,6 +273,7 @@ _NOT_NEGATIVE = (
     "sampling.max_length",
     "rollout.c_peak",
     "rollout.measure_seconds",
+    "rollout.max_rows",
     "drafter.vocab",
     "log.completions_per_step",
 )
@@ -245,6 +284,15 @@ _CHOICES = {
     "drafter.kind": (*eagle.KINDS, "none"),
     "task.overlong_prompt": data.OVERLONG,
     "reward.on_error": rewards.ON_ERROR,
+}
+
+
+_AT_MOST = {
+    "seed": 2**31 - 2,
+    "rollout.ngram_max": 32,
+    "rollout.depth_max": strategy.DEEPEST,
+    "rollout.n_max": strategy.MOST_NODES,
+    "rollout.width_max": 64,
 }
 
 
@@ -270,6 +318,10 @@ def check_numbers(c) -> None:
     for field in _NOT_NEGATIVE:
         if not 0 <= _value(c, field) < float("inf"):
             refuse(field, "0 or more")
+    for field in (*_POSITIVE, *_NOT_NEGATIVE):
+        most = _AT_MOST.get(field, 2**31 - 1)
+        if _value(c, field) > most:
+            refuse(field, f"{most} at most")
     for field, allowed in _CHOICES.items():
         if _value(c, field) not in allowed:
             refuse(field, ", ".join(allowed))

@@ -141,6 +141,12 @@ def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
     ("argv", "message"),
     [
         (["rollout", "--methods=plain,fast"], "'fast'"),
+        (["rollout", "--repeats=0"], "--repeats is 0; allowed: 1 or more"),
+        (["rollout", "--seed=-5"], "--seed is -5; allowed: 0 or more"),
+        (["lossless", "--tokens=0"], "--tokens is 0; allowed: 1 or more"),
+        (["rollout", "--fixed=junk"], "--fixed: strategy is 'junk'"),
+        (["rollout", "--tokens=100000", "--methods=plain"], "positions"),
+        (["rollout", "--max_prompt=3", "--methods=plain"], "--max_prompt is 3"),
         (["rollout", "--rows=0"], "allowed: 1,8,32"),
         (["rollout", "--temperature=-1"], "--temperature is -1.0"),
         (["rollout", "--methods=learned:2:1:9"], "drafter:depth:width:nodes"),
@@ -159,10 +165,15 @@ def test_bad_options_have_one_clear_error(tmp_path, capsys, argv, message):
     assert message in err and "Traceback" not in err
 
 
+def test_a_result_that_cannot_be_written_is_refused_before_any_work(capsys):
+    assert bench.main(["rollout", "--out=/proc/no/x.json", "--compilation_cache="]) == 2
+    assert "--out is '/proc/no/x.json'" in capsys.readouterr().err
+
+
 def test_an_unknown_suite_lists_the_suites(capsys):
     assert bench.main(["speed"]) == 2
     err = capsys.readouterr().err
-    assert "suite is 'speed'; allowed: lossless, rollout, drafter" in err
+    assert "suite is 'speed'; allowed: lossless, rollout, drafter, engine" in err
     assert bench.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "suites: lossless, rollout, drafter" in out and "'" not in out
+    assert "suites: lossless, rollout, drafter, engine" in out and "'" not in out

@@ -176,7 +176,10 @@ class Driver:
 
     def __init__(self, w: decode.Weights, settings=SAMPLED, spec=SPEC, stop=STOP, request=REQUEST):
         self.engine, self.weights = engine(spec, stop=stop), w
-        self.state = generate._begin(self.engine, w, request, LIMITS, DEEPEST_SPAN)
+        read = generate._prefill(self.engine, w, request.prompts)
+        rows = generate._sequences(self.engine, request, LIMITS)
+        need = max(map(len, request.prompts)) - 1 + DEEPEST_SPAN
+        self.state = generate._begin(self.engine, request, read, rows, need).state
         self.sample = generate._settings(request, spec.group, settings)
         self.bucket = base.Bucket(ROWS, self.state.cache.k[0].shape[2])
 

@@ -102,6 +102,18 @@ def test_an_adaptive_run_resumes_with_what_its_controller_had_seen(tmp_path, tim
     assert all(row["compile/unexpected"] == 0 for row in metrics.read(halves))
 
 
+def test_rows_that_wait_for_a_seat_change_nothing_that_is_learned(straight, tmp_path):
+    """Eight rows through three seats: the same tokens, rewards and (over a resume) lengths."""
+    waiting = dict(rollout__max_rows=3, rollout__row_buckets="1")
+    loop.train(config(steps=2, **waiting), tmp_path)
+    loop.train(config(**waiting), tmp_path)
+    rows = [(w / "completions.jsonl").read_text() for w in (straight, tmp_path)]
+    assert rows[0] == rows[1]
+    for name in ("reward", "completions/mean_length", "num_tokens"):
+        assert [r[name] for r in timeless(tmp_path)] == [r[name] for r in timeless(straight)]
+    assert all(row["compile/unexpected"] == 0 for row in metrics.read(tmp_path))
+
+
 def test_a_run_starts_from_a_drafter_file(tmp_path):
     setup = setup_lib.prepare(config())
     path = tmp_path / "drafter.safetensors"
@@ -251,6 +263,10 @@ def answer(capsys, *argv):
         ),
         ("--config.rollout.timing=warm", "rollout.timing is 'warm'; allowed: live, frozen"),
         ("--config.rollout.explore=1", "rollout.explore is 1.0; allowed: 0 or more, below 1"),
+        ("--config.seed=9223372036854775807", "seed is 9223372036854775807; allowed: 2147483646"),
+        ("--config.optim.warmup_steps=99999999999", "optim.warmup_steps is 99999999999; allowed"),
+        ("--config.rollout.ngram_max=1000", "rollout.ngram_max is 1000; allowed: 32 at most"),
+        ("--config.foo=1", "there is no key foo; all keys are in"),
         ("--config.sampling.top_p=0", "sampling.top_p is 0.0; allowed: above 0"),
         ("--config.sampling.temperature=nan", "sampling.temperature is nan"),
         ("--config.sampling.stop_tokens=xyz", "exactly one token"),
@@ -289,6 +305,105 @@ def test_a_reward_that_misbehaves_ends_the_run_with_its_name(capsys, tmp_path, b
     with pytest.raises(base.UserError, match="score") as caught:
         loop.train(config(reward__functions=f"{path}:score"), tmp_path / "run")
     assert message in str(caught.value)
+
+
+LATE = """
+calls = []
+def score(completions):
+    calls.append(1)
+    if len(calls) == 4:
+        raise ConnectionError("the judge is gone")
+    return [float(i % 2) for i in range(len(completions))]
+"""
+
+
+def test_an_error_in_mid_run_loses_no_finished_step_and_may_be_mended(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(LATE)
+    options = dict(checkpoint__every=100, reward__functions=f"{path}:score")
+    with pytest.raises(base.UserError, match="ConnectionError: the judge is gone"):
+        loop.train(config(**options), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run") == [3]
+    loop.train(config(**options, reward__on_error="none"), tmp_path / "run")
+    assert [row["step"] for row in metrics.read(tmp_path / "run")] == [0, 1, 2, 3]
+
+
+def test_a_mistake_at_the_first_step_does_not_block_the_workdir(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    raise ValueError\n")
+    with pytest.raises(base.UserError, match="ValueError"):
+        loop.train(config(reward__functions=f"{path}:score"), tmp_path / "run")
+    assert checkpoint.steps(tmp_path / "run") == []
+    loop.train(config(steps=1), tmp_path / "run")
+
+
+def test_a_policy_that_is_destroyed_ends_the_run(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions):\n    return [i % 2 for i in range(len(completions))]\n"
+    )
+    c = config(steps=20, optim__learning_rate=1e20, reward__functions=f"{path}:score")
+    with pytest.raises(base.UserError, match=r"last 10 updates were not finite.*than 1e\+20"):
+        loop.train(c, tmp_path / "run")
+    assert "this update was not finite" in capsys.readouterr().err
+
+
+def test_data_or_rewards_that_changed_since_the_checkpoint_are_noticed(tmp_path, capsys):
+    rows, mine = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+    rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    mine.write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    options = dict(task__name=rows, reward__functions=f"{mine}:score")
+    loop.train(config(steps=1, **options), tmp_path / "run")
+    loop.train(config(steps=2, **options), tmp_path / "run")
+    assert "have changed" not in capsys.readouterr().err
+    mine.write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    loop.train(config(steps=3, **options), tmp_path / "run")
+    assert "have changed since the checkpoint" in capsys.readouterr().err
+    rows.write_text('{"prompt": "one"}\n{"prompt": "three"}\n')
+    loop.train(config(steps=4, **options), tmp_path / "run")
+    assert "have changed since the checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{"prompt": "two", "answer": "forty"}', "place 3 of .* the answer 'forty', which is no"),
+        ('{"prompt": "' + "long " * 40 + '", "answer": 1}', "prompt at place 3 .* tokens, over"),
+    ],
+)
+def test_a_bad_row_is_found_at_start_wherever_it_is(tmp_path, row, message):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "one", "answer": 1}\n' * 3 + row + "\n")
+    with pytest.raises(base.UserError, match=message):
+        setup_lib.prepare(config(task__name=rows, task__shuffle="false"))
+
+
+def test_a_start_that_is_interrupted_says_so_without_a_traceback(tmp_path, capsys, monkeypatch):
+    def stopped(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    monkeypatch.setattr(loop, "train", stopped)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code = main.main(["--config=tiny", f"--workdir={tmp_path}", "--config.compilation_cache="])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert code == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+
+
+def test_lost_lines_and_a_lost_config_are_noticed_on_resume(tmp_path, capsys):
+    loop.train(config(steps=2), tmp_path)
+    (tmp_path / "config.json").unlink()
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().splitlines()[0] + "\n")
+    loop.train(config(steps=3), tmp_path)
+    err = capsys.readouterr().err
+    assert "config.json is missing" in err and "metrics.jsonl lacks 1 of the steps" in err
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(base.UserError, match=r"config\.json is no config"):
+        loop.train(config(steps=4), tmp_path)
 
 
 def test_none_rewards_teach_nothing_and_do_not_stop_the_run(tmp_path):
@@ -343,7 +458,7 @@ def test_a_checkpoint_that_lost_a_file_is_answered_once(tmp_path, capfd):
     for path in (tmp_path / "checkpoints" / "1" / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    with pytest.raises(base.UserError, match=r"checkpoint 1 in .* \(\S.*\); use another"):
+    with pytest.raises(base.UserError, match=r"checkpoint 1 in .* \(\S.*\); use another .* anew"):
         loop.train(config(), tmp_path)
     assert "ERROR" not in capfd.readouterr().err
 
