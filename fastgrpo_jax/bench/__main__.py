@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 
-SUITES = ("lossless", "rollout", "drafter", "engine")
+SUITES = ("lossless", "rollout", "tail", "engine", "acceptance", "drafter")
 
 
 def main(argv: list[str]) -> int:

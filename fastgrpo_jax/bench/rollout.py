@@ -76,6 +76,7 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
     parser.add_argument("--tau", type=float, default=1.0, help="of a node's estimated acceptance")
+    parser.add_argument("--max_rows", type=int, default=0, help="rows decoded at one time; 0: all")
     parser.add_argument("--show_costs", action="store_true", help="print the cost table")
     parser.add_argument("--measure_seconds", type=float, default=120.0, help="of the cost table")
     parser.add_argument("--explore", type=float, default=0.02, help="goodput's share of time")
@@ -106,6 +107,24 @@ class Bench(NamedTuple):
 
 def run(args) -> int:
     """Run the suite."""
+    methods, sizes = args.methods.split(","), common.integers(args.rows)
+    bench = prepare(args)
+    table = [row for rows in sizes for row in measure(bench, rows, methods)[0]]
+    summary = {"drafter": args.drafter, "temperature": args.temperature}
+    if bench.table:
+        summary["c_peak"] = args.c_peak or costs.c_peak(bench.table)
+    for row in table:
+        summary[f"{row['method']}@{row['rows']}"] = row["ratio_vs_plain"]
+    common.write(args.out, "rollout", args, bench.model, table, summary)
+    return 0
+
+
+def prepare(args) -> Bench:
+    """Check the options and make what all methods need.
+
+    Raises:
+      UserError: for an option that cannot be.
+    """
     if args.quick:
         args.repeats, args.tokens = 2, min(args.tokens, 16)
         args.measure_seconds = 0.0
@@ -128,16 +147,7 @@ def run(args) -> int:
     bench = _open(args, sizes, methods)
     if args.show_costs:
         common.say(costs.describe(_table(bench), sizes, bench.drafters))
-    table = []
-    for rows in sizes:
-        table += _measure(bench, rows, methods)
-    summary = {"drafter": args.drafter, "temperature": args.temperature}
-    if bench.table:
-        summary["c_peak"] = args.c_peak or costs.c_peak(bench.table)
-    for row in table:
-        summary[f"{row['method']}@{row['rows']}"] = row["ratio_vs_plain"]
-    common.write(args.out, "rollout", args, bench.model, table, summary)
-    return 0
+    return bench
 
 
 def _strategy(name: str) -> base.DraftStrategy:
@@ -255,11 +265,17 @@ def _told(choice: base.DraftStrategy) -> base.DraftStrategy:
     return base.DraftStrategy("oracle", choice.depth, 1, choice.depth + 1)
 
 
-def _player(bench: Bench, method: str, prompts, group: int) -> Callable[[int], generate.Rollout]:
-    """Make the function that runs one rollout of a method; its argument varies the noise."""
+def _player(
+    bench: Bench, method: str, prompts, group: int, caps: tuple[int, ...] | None = None
+) -> Callable[[int], generate.Rollout]:
+    """Make the function that runs one rollout of a method; its argument varies the noise.
+
+    `caps` are response limits of the rows, where they differ.
+    """
     args = bench.args
     controller = _controller(bench, method)
-    ladder = buckets.row_ladder(len(prompts) * group)
+    total = len(prompts) * group
+    ladder = buckets.row_ladder(min(args.max_rows or total, total))
     used = {s.drafter for rows in ladder for s in controller.possible(rows)}
     spec = decode.Spec(
         bench.model.config,
@@ -269,15 +285,16 @@ def _player(bench: Bench, method: str, prompts, group: int) -> Callable[[int], g
     )
     stop = () if args.lengths == "forced" else bench.model.stop_tokens
     step = bench.limits.total + (16 if used - {"off"} else 0)
-    engine = common.engine_for(spec, ladder, bench.limits, stop, [controller], step)
+    engine = common.engine_for(spec, ladder, bench.limits, stop, [controller], step, total)
     engine.keep_finished = method == "plain_nodrop"
     weights = bench.weights if "learned" in used else bench.weights._replace(eagle=None)
-    plain = _player(bench, "plain", prompts, group) if "oracle" in used else None
+    plain = _player(bench, "plain", prompts, group, caps) if "oracle" in used else None
     memory: strategy.Memory = {}
 
     def play(noise: int) -> generate.Rollout:
         nonlocal memory
-        request = generate.Request(prompts, tuple(range(len(prompts))), args.seed, noise)
+        places = tuple(range(len(prompts)))
+        request = generate.Request(prompts, places, args.seed, noise, caps=caps)
         known = (
             weights._replace(oracle=_answers(plain(noise).batch, bench.accept))
             if plain
@@ -291,6 +308,12 @@ def _player(bench: Bench, method: str, prompts, group: int) -> Callable[[int], g
         return done
 
     return play
+
+
+def play_plain(bench: Bench, rows: int) -> base.RolloutBatch:
+    """Answer prompts plainly, `rows` rows in all."""
+    group = min(bench.args.group, rows)
+    return _player(bench, "plain", bench.prompts[: rows // group], group)(0).batch
 
 
 def _answers(batch: base.RolloutBatch, accept: float) -> draft_oracle.OracleParams:
@@ -327,8 +350,13 @@ def _bare(config, weights, rows: int, nodes: int, slots: int) -> Callable[[int],
     return run
 
 
-def _measure(bench: Bench, rows: int, methods) -> list[dict]:
-    """Time every method at one concurrency; one row of the table each."""
+def measure(
+    bench: Bench, rows: int, methods, caps: tuple[int, ...] | None = None
+) -> tuple[list[dict], dict[str, generate.Rollout]]:
+    """Time every method at one concurrency.
+
+    Returns a row of the table for each, and each one's last rollout.
+    """
     group = min(bench.args.group, rows)
     if rows % group:
         raise base.UserError(f"--rows holds {rows}; allowed: multiples of --group={group}")
@@ -341,7 +369,7 @@ def _measure(bench: Bench, rows: int, methods) -> list[dict]:
                 bench.model, prompts, group, bench.args, bench.limits.response
             )
             continue
-        play = _player(bench, method, prompts, group)
+        play = _player(bench, method, prompts, group, caps)
 
         def timed(noise: int, play=play, method=method) -> float:
             """Play until nothing compiles: the same noise takes the same buckets again."""
@@ -359,7 +387,7 @@ def _measure(bench: Bench, rows: int, methods) -> list[dict]:
         bound = round(_bound(bench, rows), 3)
         common.say(f"rows {rows}  bound_ratio {bound}")
         table = [row | {"bound_ratio": bound} for row in table]
-    return table
+    return table, last
 
 
 def _row(rows: int, method: str, found: dict[str, list[float]], last) -> dict:

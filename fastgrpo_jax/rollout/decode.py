@@ -22,6 +22,7 @@ from fastgrpo_jax.rollout import (
     draft_ngram,
     draft_oracle,
     draft_vocab,
+    pairs,
     sampling,
     tree,
 )
@@ -406,6 +407,57 @@ def _draft_head(weights: draft_eagle.Weights, hidden):
 
 draft_step = jax.jit(_draft_step, static_argnums=(0, 4), donate_argnums=3)
 draft_head = jax.jit(_draft_head)
+
+
+class ChainRead(NamedTuple):
+    """What policy and drafter make of known rows; hidden[d] is the drafter's at depth d + 1."""
+
+    features: Array  # [B, T, E]
+    hidden: tuple[Array, ...]  # [B, T, E] each
+
+
+def _read_chain(config, head, weights: draft_eagle.Weights, params, tokens, depth) -> ChainRead:
+    """Read known rows; at depth d the drafter's last d - 1 features are its own estimates.
+
+    Pass d runs the drafter at all places at one time: its pair t holds the estimate of f_t that
+    pass d - 1 made at t - 1, and sees the true pairs up to t - d + 1 and what the passes before
+    it made of those between.
+    """
+    rows, span = tokens.shape
+    place = jnp.arange(span, dtype=jnp.int32)
+    causal = jnp.broadcast_to(place[:, None] >= place, (rows, span, span))
+    positions = jnp.broadcast_to(place, tokens.shape)
+    features, _ = policy.Policy(config).apply({"params": params}, tokens, positions, causal)
+    embeds = policy.embed(weights.embed, jnp.roll(tokens, -1, axis=1), features.dtype)
+    cache = eagle.new_cache(head, rows, depth * span)
+    given, hidden = features, []
+    for d in range(depth):
+        back = place[:, None] - place  # how far a pair lies behind
+        seen = [back >= d] + [back == d - k for k in range(1, d + 1)]
+        seen += [jnp.zeros_like(causal[0])] * (depth - d - 1)
+        mask = jnp.broadcast_to(jnp.concatenate(seen, axis=1), (rows, span, depth * span))
+        start = jnp.full(rows, d * span, jnp.int32)
+        guess, out, cache = eagle.Eagle(head).apply(
+            {"params": weights.params}, given, embeds, positions, mask, cache, start
+        )
+        hidden.append(out)
+        given = jnp.roll(guess, 1, axis=1)
+    return ChainRead(features, tuple(hidden))
+
+
+read_chain = jax.jit(_read_chain, static_argnums=(0, 1, 5))
+
+
+def _compare_pairs(params, target, draft, ids, temperature, widths, draws):
+    table = policy.head_table(params)
+    p, q = (
+        jax.nn.softmax(policy.logits(x, table).astype(jnp.float32) / temperature)
+        for x in (target, draft)
+    )
+    return pairs.compare(p, q, ids, widths, draws)
+
+
+compare_pairs = jax.jit(_compare_pairs, static_argnums=(5, 6))
 
 
 def _cast_tree(tree, dtype):

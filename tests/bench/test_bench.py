@@ -173,7 +173,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_any_work(capsys):
 def test_an_unknown_suite_lists_the_suites(capsys):
     assert bench.main(["speed"]) == 2
     err = capsys.readouterr().err
-    assert "suite is 'speed'; allowed: lossless, rollout, drafter, engine" in err
+    assert "suite is 'speed'; allowed: lossless, rollout, tail, engine, acceptance, drafter" in err
     assert bench.main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert "suites: lossless, rollout, drafter, engine" in out and "'" not in out
+    assert "suites: lossless, rollout, tail, engine, acceptance, drafter" in out and "'" not in out
