@@ -59,6 +59,8 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.row_buckets = ""  # compiled row counts, comma-separated; empty: powers of 2
     c.rollout.slot_step = 128  # cache slots grow by this many positions
     c.rollout.block_rounds = 16  # rounds per compiled block before the host looks again
+    c.rollout.warmup = 0  # threads that compile all decode blocks at start; 0: each when it is met
+    c.rollout.max_programs = 256  # compiled programs kept; the least recently used give way
     c.rollout.prefill_chunk = 32  # tokens of the one canonical prefill shape
     c.rollout.ngram_max = 3  # longest suffix matched by the n-gram drafter
 

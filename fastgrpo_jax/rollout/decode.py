@@ -232,6 +232,13 @@ def _block(spec, strategy, weights, settings, stop_tokens, state, shrink_to, rou
 decode_block = jax.jit(_block, static_argnums=(0, 1), donate_argnums=5)
 
 
+def empty_state(spec: Spec, bucket: base.Bucket, sequences) -> base.RolloutState:
+    """Make a state on which nobody sits."""
+    memory = draft_eagle.init(spec.eagle, bucket.rows, bucket.slots) if spec.eagle else None
+    cache = policy.new_cache(spec.policy, bucket.rows, bucket.slots)
+    return base.RolloutState(sequences, jnp.zeros(bucket.rows, jnp.int32), cache, memory)
+
+
 class Prompts(NamedTuple):
     """The memory of prompts that were read: each all but its last token, true to `length` - 1."""
 

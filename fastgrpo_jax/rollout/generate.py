@@ -155,6 +155,42 @@ def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
     return keys
 
 
+def warm_up(
+    engine: Engine, weights: decode.Weights, controller: strategy.Controller, threads: int
+) -> None:
+    """Compile every decode block that a controller may choose, several at a time.
+
+    Blocks take nearly all of the compiler's time; the small programs between them are compiled
+    when they are met.
+    """
+    n, length, spec = engine.total, engine.max_length, engine.spec
+
+    def shaped(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    grid, row, flag = (
+        shaped((n, length), jnp.float32),
+        shaped((n,), jnp.int32),
+        shaped((n,), bool),
+    )
+    sequences = base.Sequences(
+        shaped((n, length), jnp.int32), grid, grid, row, row, row, flag, flag
+    )
+    chance = shaped((n,), jnp.float32)
+    sample = base.Sampling(shaped((n, 2), jnp.uint32), chance, row, chance)
+    one, stop = shaped((), jnp.int32), shaped((len(engine.stop_tokens),), jnp.int32)
+    known = jax.tree.map(lambda x: shaped(x.shape, x.dtype), weights)
+    jobs = []
+    for key in programs(engine, controller):
+        if key[0] != "block":
+            continue
+        _, bucket, choice = key
+        state = jax.eval_shape(lambda b=bucket: decode.empty_state(spec, b, sequences))
+        args = (known, sample, stop, state._replace(sequences=sequences), one, one)
+        jobs.append(pool_lib.Job(key, decode.decode_block, {0: spec, 1: choice}, args))
+    pool_lib.warm_up(engine.pool, jobs, threads)
+
+
 def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequences:
     group, count = engine.spec.group, len(request.prompts)
     rows = count * group
@@ -297,7 +333,7 @@ def rollout(
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
-    clock, known = time.perf_counter(), len(engine.pool.programs)
+    clock, known = time.perf_counter(), engine.pool.compiled
     memory = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
     sequences = _sequences(engine, request, limits)
@@ -353,7 +389,7 @@ def rollout(
         tuple(blocks),
         prefilled - clock,
         time.perf_counter() - prefilled,
-        len(engine.pool.programs) - known,
+        engine.pool.compiled - known,
         memory,
     )
 

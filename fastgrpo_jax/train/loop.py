@@ -132,6 +132,10 @@ def train(c, workdir: str | os.PathLike) -> None:
     controller = setup_lib.controller(c, setup, table)
     engine = setup_lib.engine(c, setup, controller)
     _announce(c, setup, engine, controller, table)
+    if c.rollout.warmup:
+        say(f"compiling the decode blocks, {c.rollout.warmup} at a time")
+        weights = setup_lib.weights(c, setup, state, memory.counts)
+        generate.warm_up(engine, weights, controller, c.rollout.warmup)
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
     writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)

@@ -221,7 +221,7 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
         depth_max=max(1, *(choice.depth for choice in choices)),
         prefill_chunk=r.prefill_chunk,
     )
-    return generate.make_engine(
+    made = generate.make_engine(
         spec,
         rows=rows,
         total=total,
@@ -231,6 +231,8 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
         rounds=r.block_rounds,
         span=max(choice.span for choice in choices),
     )
+    made.pool.limit = r.max_programs
+    return made
 
 
 def weights(c, setup: Setup, state: base.TrainState, counts: dict[str, int]) -> decode.Weights:
@@ -261,6 +263,7 @@ _POSITIVE = (
     "rollout.slot_step",
     "rollout.block_rounds",
     "rollout.prefill_chunk",
+    "rollout.max_programs",
     "rollout.ngram_max",
     "loss.head_chunk",
     "checkpoint.every",
@@ -274,6 +277,7 @@ _NOT_NEGATIVE = (
     "rollout.c_peak",
     "rollout.measure_seconds",
     "rollout.max_rows",
+    "rollout.warmup",
     "drafter.vocab",
     "log.completions_per_step",
 )
@@ -293,6 +297,7 @@ _AT_MOST = {
     "rollout.depth_max": strategy.DEEPEST,
     "rollout.n_max": strategy.MOST_NODES,
     "rollout.width_max": 64,
+    "rollout.warmup": 256,
 }
 
 

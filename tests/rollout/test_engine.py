@@ -406,3 +406,23 @@ def test_an_engine_is_laid_out_for_its_limits():
         assert engine.slots[-1] >= limits.total - 1 + span
         assert engine.prompt_slots == -(-limits.prompt // 8) * 8
         assert (engine.rows, engine.max_length) == ((2, 6), limits.total)
+
+
+@pytest.mark.parametrize("spec", (toys.SPEC, dataclasses.replace(toys.SPEC, eagle=None)), ids=str)
+def test_no_block_is_compiled_after_a_warm_up(spec):
+    engine = generate.make_engine(
+        spec, rows=LADDER, limits=toys.LIMITS, stop_tokens=(toys.STOP,), slot_step=48,
+        rounds=3, span=toys.DEEPEST_SPAN,
+    )  # fmt: skip
+    text = "learned:2:1:3" if spec.eagle else "ngram:2:1:3"
+    controller = strategy.cycle((base.PLAIN, strategy.parse(text)))
+    engine.pool.expected = frozenset(generate.programs(engine, controller))
+    weights = toys.weights(spec)
+    generate.warm_up(engine, weights, controller, threads=2)
+    warm = {key for key, _ in engine.pool.programs}
+    assert warm == {key for key in engine.pool.expected if key[0] == "block"}
+    run = toys.rollout(engine, weights, controller)
+    toys.assert_same(run.batch, toys.plain().batch)
+    new = {key[0] for key, _ in engine.pool.programs if key not in warm}
+    assert "block" not in new and engine.pool.unexpected == 0
+    assert len([key for key, _ in engine.pool.programs if key[0] == "block"]) == len(warm)

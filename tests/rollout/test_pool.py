@@ -98,3 +98,29 @@ def test_pools_share_nothing():
     function, _ = counted()
     pool_lib.call(one, "k", function, {1: 1}, jnp.float32(1.0), None)
     assert len(one.programs) == 1 and not two.programs
+
+
+def test_the_least_recently_used_program_gives_way():
+    function, traces = counted()
+    pool = pool_lib.Pool(limit=2)
+
+    def run(power):
+        pool_lib.call(pool, power, function, {1: power}, jnp.float32(1.0), None)
+
+    for power in (1, 2, 1, 3, 1, 2):  # 3 takes the place of 2, then 2 that of 3
+        run(power)
+    assert traces == [1, 2, 3] and [key for key, _ in pool.programs] == [1, 2]
+    assert pool_lib.describe(pool)["compile/count"] == 4  # JAX itself knew the last from before
+
+
+def test_what_was_warmed_up_is_not_compiled_again():
+    """Shapes are enough; what is there already is left alone."""
+    function, traces = counted()
+    pool = pool_lib.Pool(frozenset({1, 2, 3}))
+    pool_lib.call(pool, 1, function, {1: 1}, jnp.float32(1.0), None)
+    shape = jax.ShapeDtypeStruct((), jnp.float32)
+    jobs = [pool_lib.Job(p, function, {1: p}, (shape, None)) for p in (1, 2, 3)]
+    pool_lib.warm_up(pool, jobs, threads=2)
+    assert sorted(traces) == [1, 2, 3] and pool.compiled == 3 and pool.unexpected == 0
+    assert float(pool_lib.call(pool, 3, function, {1: 3}, jnp.float32(2.0), None)) == 8
+    assert pool.compiled == 3
