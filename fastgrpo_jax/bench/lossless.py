@@ -223,7 +223,7 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
         oracle = draft_oracle.OracleParams(jnp.asarray(tokens, jnp.int32), jnp.float32(0.7))
         weights = weights._replace(oracle=oracle)
     if case and case.few_ids:
-        counts = draft_vocab.count(base.responses(plain[temperature]))
+        counts = draft_vocab.count(row for b in plain.values() for row in base.responses(b))
         ids = draft_vocab.rank(counts, -(-2 * len(counts) // 3), bench.model.config.vocab)
         weights = decode.with_draft_vocab(weights, ids)
     request = generate.Request(
