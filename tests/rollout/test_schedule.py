@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-from fastgrpo_jax.rollout import generate, schedule, strategy
+from fastgrpo_jax.rollout import bandit, generate, schedule, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 from tests.rollout import toys
 
@@ -149,3 +149,25 @@ def test_each_row_may_have_its_own_cap():
     said = run.batch.length - run.batch.prompt_length
     wanted = np.minimum(caps, np.minimum(22, 32 - run.batch.prompt_length))
     assert said.tolist() == wanted.tolist()
+
+
+def test_two_hundred_blocks_of_changing_concurrency_compile_nothing_unlisted():
+    """Law 5: waiting rows, shrinking buckets, growing slots and an adaptive controller."""
+    arms = tuple(map(strategy.parse, ("learned:3:3:8", "learned:2:1:3", "ngram:3:1:4")))
+    controller = bandit.controller(lambda rows: arms, epsilon=0.5)
+    engine = waiting_engine(4, rounds=2)
+    engine.pool = pool_lib.Pool(frozenset(generate.programs(engine, controller)))
+    weights, memory, blocks, step = toys.told(toys.plain()), {}, [], 0
+    while len(blocks) < 200:
+        request = toys.REQUEST._replace(step=step)
+        run = generate.rollout(
+            engine, weights, request, toys.SAMPLED, toys.LIMITS, controller, memory=memory
+        )
+        memory, step = controller.renew(run.memory), step + 1
+        blocks += run.blocks
+    assert len({(b.rows, b.slots) for b in blocks}) > 3
+    assert len({b.strategy for b in blocks}) > 2
+    assert engine.pool.unexpected == 0
+    assert engine.pool.compiled <= len(engine.pool.expected)
+    one = max(map(pool_lib.held_bytes, engine.pool.programs.values()))
+    assert 0 < engine.pool.bytes <= one * len(engine.pool.expected)
