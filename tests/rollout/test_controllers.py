@@ -269,3 +269,30 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     lines = costs.describe(TABLE, (1, 256), ("learned",)).splitlines()
     assert "C_peak 64" in lines[0] and lines[1] == "1 rows: off 1000.0 ms"
     assert lines[-1] == "256 rows: off 24000.0 ms"
+
+
+def test_goodput_finds_by_trial_what_its_prior_does_not_promise():
+    """At the prior of .5 nothing pays; only trials show that this drafter is right nine in ten."""
+    dear = flat() | {SHORT: 1.7, TREE: 3.0, NGRAM: 3.0}
+    world = World(dear, {"learned": 0.9, "ngram": 0.1})
+    _, chosen, _ = play(made(dear), world, 300)
+    assert chosen[-1] == LONG and chosen[0] == OFF
+    _, chosen, _ = play(made(dear, explore=0.0), world, 300)
+    assert set(chosen) == {OFF}
+
+
+def test_what_a_drafters_blocks_say_of_the_table_holds_for_its_other_strategies():
+    """Three times the table's seconds for one chain: a tree of that drafter is expected so too."""
+    bucket = base.Bucket(8, 96)
+    now = strategy.Situation(bucket, 8, 0)
+    controller = made(flat())
+    seen = strategy.Outcome(now, LONG, 2, 16, 30, (8, 4), (16, 8), 2 * 3.0 * flat()[LONG])
+    memory = controller.observe({}, seen)
+
+    def cost(bucket, s):
+        return flat()[s]
+
+    assert goodput._seconds(memory, cost, bucket, LONG) == pytest.approx(6.0)
+    assert goodput._seconds(memory, cost, bucket, TREE) == pytest.approx(6.6)
+    assert goodput._seconds(memory, cost, bucket, NGRAM) == 1.8
+    assert goodput._seconds(memory, cost, base.Bucket(4, 96), LONG) == pytest.approx(6.0)
