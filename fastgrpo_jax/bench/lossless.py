@@ -77,7 +77,7 @@ def cases() -> list[Case]:
     arms = tuple(map(strategy.parse, ("learned:3:1:4", "learned:3:3:8", "ngram:4:1:5")))
 
     def cost(bucket, choice):
-        return 1 + 0.05 * choice.nodes * bucket.rows
+        return 1 + 0.05 * choice.nodes
 
     adaptive = goodput.controller(lambda rows: arms, cost, goodput.Settings(explore=0.5))
     by_turns = bandit.controller(lambda rows: arms, epsilon=0.3)

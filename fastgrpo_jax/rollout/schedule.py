@@ -63,14 +63,14 @@ def seat(
 ) -> Move:
     """Decide who sits where in the next block.
 
-    Free seats are filled when there are enough of them (`quantum`), or when nobody else goes on.
+    Free seats are filled when there are enough of them (`quantum`).
     While rows wait the bucket stays the largest; afterwards it is the smallest that holds the
     rows that go on. With `keep_finished` a bucket is only left when all its rows are done.
     """
     size, total = len(seats.lines), len(done)
     going = alive(seats, done)
     free, count = ladder[-1] - len(going), 0
-    if seats.waiting and (free >= quantum(ladder[-1], keep_finished) or not len(going)):
+    if seats.waiting and free >= quantum(ladder[-1], keep_finished):
         count = min(free, len(seats.waiting))
     newcomers, waiting = seats.waiting[:count], seats.waiting[count:]
     rows = size

@@ -57,7 +57,8 @@ def test_a_large_bucket_is_refilled_an_eighth_at_a_time():
     move = schedule.seat(schedule.begin(tuple(range(200)), 64), done, ladder)
     assert schedule.leave_at(move.seats, ladder, False) == 56
     done[:7] = True
-    assert schedule.seat(move.seats, done, ladder).admitted == 0
+    still = schedule.seat(move.seats, done, (16, 60, 64))
+    assert still.admitted == 0 and len(still.seats.lines) == 64  # no smaller while rows wait
     done[7] = True
     assert schedule.seat(move.seats, done, ladder).admitted == 8
 
