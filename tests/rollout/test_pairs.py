@@ -11,8 +11,8 @@ from fastgrpo_jax.models import eagle
 from fastgrpo_jax.rollout import decode, pairs
 from tests.rollout import toys
 
-P = np.array([[0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25]], np.float32)
-Q = np.array([[0.1, 0.6, 0.2, 0.1], [0.7, 0.1, 0.1, 0.1]], np.float32)
+P = np.array([[0.4, 0.35, 0.15, 0.1], [0.25, 0.25, 0.25, 0.25]], np.float32)
+Q = np.array([[0.3, 0.1, 0.35, 0.25], [0.7, 0.1, 0.1, 0.1]], np.float32)
 
 
 def exact_rejection(p, q, width: int) -> float:
