@@ -89,6 +89,16 @@ def test_goodput_never_costs_more_than_its_exploration_when_nothing_pays():
     assert share > 0.97 / 1.05  # the noise adds 5 % to every block's time
 
 
+def test_what_is_not_known_yet_is_tried_briefly():
+    controller = made(flat(), trial_rounds=3, known=16.0)
+    now = strategy.Situation(base.Bucket(8, 96), 8, 0)
+    choice, rounds = controller.choose({}, now, ROUNDS)
+    assert choice.depth and rounds == 3
+    world = World(flat(), {"learned": 0.9, "ngram": 0.1})
+    memory = controller.observe({}, world.block(now, choice, rounds))
+    assert controller.choose(memory, now, ROUNDS).rounds == ROUNDS
+
+
 def test_goodput_finds_a_table_that_was_wrong():
     """The table says that chains are cheap; the blocks' own times say otherwise."""
     told = flat() | {LONG: 0.5}

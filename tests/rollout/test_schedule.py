@@ -135,6 +135,16 @@ def test_admission_changes_no_token(capacity, expected):
     assert engine.pool.unexpected == 0
 
 
+def test_an_admitted_row_drafts_as_well_as_one_that_sat_from_the_start():
+    """Its drafter's memory comes along: round by round the same drafts are accepted."""
+    controller = toys.fixed("learned:3:1:4")
+    waited = toys.rollout(waiting_engine(4), toys.weights(), controller)
+    straight = toys.rollout(toys.engine(), toys.weights(), controller)
+    for field in ("row_rounds", "emitted", "accepted", "tried"):
+        sums = [sum(getattr(b.report, field) for b in run.blocks) for run in (waited, straight)]
+        np.testing.assert_array_equal(*sums)
+
+
 def test_kept_rows_are_decoded_batch_by_batch():
     run = toys.rollout(waiting_engine(4, keep=True), toys.weights(), toys.fixed("off"))
     toys.assert_same(run.batch, toys.plain().batch)
