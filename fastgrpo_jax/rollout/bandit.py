@@ -68,7 +68,7 @@ def controller(
         seconds = outcome.seconds
         if cost is not None:
             seconds = cost(bucket, choice) * outcome.rounds
-        if not outcome.rounds or seconds <= 0:
+        if not outcome.rounds or not seconds > 0:  # NaN: the program's first run
             return memory
         rewards, key = memory.get("rewards", {}), _key(bucket.rows, choice)
         rate = outcome.emitted / outcome.row_rounds * outcome.situation.live

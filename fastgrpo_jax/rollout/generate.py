@@ -5,6 +5,7 @@ prefill shape, limits) is fixed before the loop; the loop only decides speed.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -376,12 +377,16 @@ def rollout(
         )
         live, report = live._replace(state=state), jax.device_get(report)
         seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
+        fresh = engine.pool.seconds > compiling  # its first run is no measure of its speed
         if not report.rounds:
             raise RuntimeError(f"no round fits {live.bucket} with {choice}: too few slots")
         blocks.append(
             BlockRecord(*dataclasses.astuple(live.bucket), choice, len(going), seconds, report)
         )
-        memory = controller.observe(memory, _outcome(now._replace(bucket=live.bucket), blocks[-1]))
+        outcome = _outcome(now._replace(bucket=live.bucket), blocks[-1])
+        memory = controller.observe(
+            memory, outcome._replace(seconds=math.nan) if fresh else outcome
+        )
         length, done = report.length, report.done
     batch = _finish(jax.device_get(live.state.sequences))
     return Rollout(

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from fastgrpo_jax import base
 from fastgrpo_jax.rollout import costs, strategy
 
+_TRUSTED = 3  # timed blocks of a choice after which the table is no longer hoped for
 Cost = Callable[[base.Bucket, base.DraftStrategy], float]  # seconds of a round, as measured
 
 
@@ -65,7 +66,8 @@ def controller(
     def choose(memory, now, rounds) -> strategy.Choice:
         seconds, value = weigh(memory, now.bucket)
         best = max(value, key=value.__getitem__)
-        tried = _trial(memory, settings, seconds, value, best) or best
+        hoped = {s: _seconds(memory, cost, now.bucket, s, hope=True) for s in value}
+        tried = _trial(memory, settings, seconds, hoped, value, best) or best
         known = not tried.depth or _at(_counts(memory, tried), "tried", 0) >= settings.known
         short = tried != best or not known
         return strategy.Choice(tried, min(settings.trial_rounds, rounds) if short else rounds)
@@ -79,10 +81,9 @@ def controller(
     def observe(memory, outcome) -> strategy.Memory:
         if not outcome.rounds:
             return memory
-        _, value = weigh(memory, outcome.situation.bucket)
-        if settings.frozen:
-            cost_of = cost(outcome.situation.bucket, outcome.strategy)
-            outcome = outcome._replace(seconds=cost_of * outcome.rounds)
+        seconds, value = weigh(memory, outcome.situation.bucket)
+        if settings.frozen or math.isnan(outcome.seconds):
+            outcome = outcome._replace(seconds=seconds[outcome.strategy] * outcome.rounds)
         else:
             memory = _clock(memory, outcome, cost, settings.times)
         memory = _spend(memory, outcome, value)
@@ -140,10 +141,10 @@ def _rate(counts: dict, depth: int, guess: float, weight: float) -> float:
     return (accepted + weight * guess) / (tried + weight)
 
 
-def _trial(memory, settings, seconds, value, best) -> base.DraftStrategy | None:
+def _trial(memory, settings, seconds, hoped, value, best) -> base.DraftStrategy | None:
     """Choose what to try now: the most hopeful choice that may beat the best, if affordable."""
     hopes = {
-        s: expected_tokens(memory, s, settings, settings.hope) / seconds[s]
+        s: expected_tokens(memory, s, settings, settings.hope) / hoped[s]
         for s in value
         if s != best and s.depth
     }
@@ -152,7 +153,8 @@ def _trial(memory, settings, seconds, value, best) -> base.DraftStrategy | None:
         return None
     trial = max(hopes, key=hopes.__getitem__)
     loss = settings.trial_rounds * seconds[trial] * (1 - value[trial] / value[best])
-    allowed = settings.explore * memory.get("clock", 0.0)
+    start = settings.trial_rounds**2 * seconds[base.PLAIN]  # to get to know anything at all
+    allowed = settings.explore * memory.get("clock", 0.0) + start * (settings.explore > 0)
     return trial if memory.get("spent", 0.0) + loss <= allowed else None
 
 
@@ -195,14 +197,19 @@ def _key(bucket: base.Bucket, choice: base.DraftStrategy) -> str:
     return f"{bucket.rows}/{bucket.slots}/{choice}"
 
 
-def _seconds(memory, cost: Cost, bucket: base.Bucket, choice: base.DraftStrategy) -> float:
+def _seconds(memory, cost: Cost, bucket, choice: base.DraftStrategy, hope: bool = False) -> float:
     """Estimate the seconds of a round: the median of its latest, else the table's, corrected by
-    how wrong the table was about this drafter."""
-    seen = memory.get("times", {}).get(_key(bucket, choice))
-    if seen:
-        return statistics.median(seen)
+    how wrong the table was about this drafter.
+
+    With `hope` the shortest that they may be: one slow block, on a machine that others use too,
+    must not put a choice out for good.
+    """
+    seen = memory.get("times", {}).get(_key(bucket, choice), ())
     off = memory.get("off", {}).get(choice.drafter, ())
-    return cost(bucket, choice) * (statistics.median(off) if off else 1.0)
+    told = cost(bucket, choice) * (statistics.median(off) if off else 1.0)
+    if not hope:
+        return statistics.median_low(seen) if seen else told
+    return min(seen) if len(seen) >= _TRUSTED else min((*seen, told, cost(bucket, choice)))
 
 
 def _clock(memory, outcome: strategy.Outcome, cost: Cost, kept: int) -> strategy.Memory:

@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 class Outcome(NamedTuple):
     """What came of a block; counts are over its live rows, those of drafts by depth.
 
-    seconds: wall time of the block, compilation apart.
+    seconds: wall time of the block; NaN if its program was compiled for it.
     """
 
     situation: Situation

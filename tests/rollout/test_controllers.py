@@ -121,14 +121,14 @@ def test_goodput_recovers_when_acceptance_collapses():
 
 
 def test_goodput_recovers_when_costs_change():
-    """Of 7 kept times the median turns after 4 blocks."""
+    """Of 7 kept times the median turns after 4 blocks; the old ones are hoped for in trials."""
     controller = made(flat())
     rates = {"learned": 0.9, "ngram": 0.2}
     memory, chosen, _ = play(controller, World(flat(), rates), 100)
     assert chosen[-1] == LONG
     slow = flat() | {SHORT: 9.0, LONG: 9.0, TREE: 9.0}
     memory, chosen, _ = play(controller, World(slow, rates), 30, memory)
-    assert LONG not in chosen[4:] and chosen.count(OFF) > 15, [str(s) for s in chosen]
+    assert chosen[4:].count(LONG) <= 3 and chosen.count(OFF) > 15, [str(s) for s in chosen]
 
 
 def test_goodput_looks_again_after_the_weights_changed():
@@ -306,3 +306,31 @@ def test_what_a_drafters_blocks_say_of_the_table_holds_for_its_other_strategies(
     assert goodput._seconds(memory, cost, bucket, TREE) == pytest.approx(6.6)
     assert goodput._seconds(memory, cost, bucket, NGRAM) == 1.8
     assert goodput._seconds(memory, cost, base.Bucket(4, 96), LONG) == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_goodput_forgives_a_choice_its_first_slow_blocks(slow):
+    """A neighbour's load during a trial must not put the best choice out for good."""
+    world = World(flat(), {"learned": 0.9, "ngram": 0.1})
+    controller, memory, chosen, runs = made(flat()), {}, [], dict.fromkeys((*ARMS, OFF), 0)
+    now = strategy.Situation(base.Bucket(8, 96), 8, 0)
+    for _ in range(300):
+        choice, rounds = controller.choose(memory, now, ROUNDS)
+        outcome = world.block(now, choice, rounds)
+        runs[choice] += 1
+        if choice.depth and runs[choice] <= slow:
+            outcome = outcome._replace(seconds=outcome.seconds * 5)
+        memory = controller.observe(memory, outcome)
+        chosen.append(choice)
+    assert chosen[-100:].count(LONG) > 75, [str(s) for s in chosen[-100:]]
+
+
+@pytest.mark.parametrize(
+    "controller", [made(flat()), bandit.controller(lambda rows: ARMS)], ids=lambda c: c.name
+)
+def test_the_first_run_of_a_program_is_no_measure_of_its_speed(controller):
+    now = strategy.Situation(base.Bucket(8, 96), 8, 0)
+    outcome = World(flat(), {"learned": 0.9, "ngram": 0.1}).block(now, LONG, ROUNDS)
+    memory = controller.observe({}, outcome._replace(seconds=float("nan")))
+    assert "times" not in memory and "rewards" not in memory
+    assert "NaN" not in json.dumps(memory)
