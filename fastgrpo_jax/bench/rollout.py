@@ -323,16 +323,26 @@ def _answers(batch: base.RolloutBatch, accept: float) -> draft_oracle.OraclePara
     return draft_oracle.OracleParams(tokens, jnp.float32(accept))
 
 
-def _bound(bench: Bench, rows: int) -> float:
+def _bound(bench: Bench, rows: int) -> dict:
     """Find what the best chain of the oracle could gain if rounds cost their bare forward."""
     config, slots = bench.model.config, bench.limits.total + 16
     choices = (base.PLAIN, *costs.candidates("oracle"))
     runs = {str(s): _bare(config, bench.weights, rows, s.nodes, slots) for s in choices}
     found = common.interleave(runs, max(bench.args.repeats, 5))
     plain = statistics.median(found["off"])
-    return max(
-        costs.tokens_at(s, bench.accept) * plain / statistics.median(found[str(s)]) for s in choices
+    gains = {
+        str(s): costs.tokens_at(s, bench.accept) * plain / statistics.median(found[str(s)])
+        for s in choices
+    }
+    common.say(
+        f"rows {rows}  bounds by chain: "
+        + ", ".join(
+            f"{name} {gain:.3f} ({statistics.median(found[name]) * 1e3:.1f} ms)"
+            for name, gain in gains.items()
+        )
     )
+    best = max(gains, key=gains.__getitem__)
+    return {"bound_ratio": round(gains[best], 3), "bound_strategy": best}
 
 
 def _bare(config, weights, rows: int, nodes: int, slots: int) -> Callable[[int], float]:
@@ -384,9 +394,8 @@ def measure(
     found = common.interleave(runs, bench.args.repeats)
     table = [_row(rows, method, found, last.get(method)) for method in methods]
     if bench.accept is not None:
-        bound = round(_bound(bench, rows), 3)
-        common.say(f"rows {rows}  bound_ratio {bound}")
-        table = [row | {"bound_ratio": bound} for row in table]
+        bound = _bound(bench, rows)
+        table = [row | bound for row in table]
     return table, last
 
 

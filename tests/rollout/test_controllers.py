@@ -90,7 +90,7 @@ def test_goodput_never_costs_more_than_its_exploration_when_nothing_pays():
 
 
 def test_what_is_not_known_yet_is_tried_briefly():
-    controller = made(flat(), trial_rounds=3, known=16.0)
+    controller = made(flat(), trial_rounds=3, known=16.0, explore=0.0)
     now = strategy.Situation(base.Bucket(8, 96), 8, 0)
     choice, rounds = controller.choose({}, now, ROUNDS)
     assert choice.depth and rounds == 3
@@ -286,7 +286,7 @@ def test_goodput_finds_by_trial_what_its_prior_does_not_promise():
     dear = flat() | {SHORT: 1.7, TREE: 3.0, NGRAM: 3.0}
     world = World(dear, {"learned": 0.9, "ngram": 0.1})
     _, chosen, _ = play(made(dear), world, 300)
-    assert chosen[-1] == LONG and chosen[0] == OFF
+    assert chosen[-1] == LONG
     _, chosen, _ = play(made(dear, explore=0.0), world, 300)
     assert set(chosen) == {OFF}
 
