@@ -40,7 +40,15 @@ def measure(
         forward[size] = _policy_seconds(config, weights, size, repeats, clock)
         if head is not None and weights.eagle is not None:
             draft[size] = _draft_seconds(head, weights, size, repeats, clock)
-    return costs.Table(device(), dict(sorted(forward.items())), dict(sorted(draft.items())))
+    return costs.Table(device(), smooth(forward), smooth(draft))
+
+
+def smooth(curve: dict[int, float]) -> dict[int, float]:
+    """Let no size cost more than a larger one: it was measured while the machine was busy."""
+    least, found = float("inf"), {}
+    for size in sorted(curve, reverse=True):
+        least = found[size] = min(least, curve[size])
+    return dict(sorted(found.items()))
 
 
 def device() -> str:

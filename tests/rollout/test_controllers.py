@@ -238,11 +238,13 @@ def test_choices_are_what_could_be_best_and_nothing_where_nothing_pays():
     assert {s.drafter for s in few} == {"learned", "ngram"}
     assert max(s.nodes for s in few) > max(s.nodes for s in costs.arms(TABLE, 16, ("learned",)))
     for s in few:
-        bests = [
-            max(costs.candidates(s.drafter), key=lambda x: costs.tokens_at(x, a) / cost_of(x))
+        assert any(
+            costs.tokens_at(s, a) / cost_of(s)
+            >= 0.95 * max(costs.tokens_at(x, a) / cost_of(x) for x in costs.candidates(s.drafter))
             for a in costs.LEVELS
-        ]
-        assert s in bests
+        )
+    best = max(costs.candidates("learned"), key=lambda x: costs.tokens_at(x, 0.7) / cost_of(x))
+    assert best in few
 
 
 def cost_of(choice):
