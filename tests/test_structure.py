@@ -21,7 +21,7 @@ ALLOWED = {
     "train": {"base", "models", "sharding"},
 }
 DRIVERS = {"train.loop": {"rollout", "configs"}, "train.setup": {"rollout", "configs"}}
-JIT_FILES = {"rollout.decode", "train.step"}
+JIT_FILES = {"rollout.decode", "train.step", "train.drafter"}
 JIT_NAMES = {"jit", "pjit", "pmap"}
 SHARDING_NAMES = {"NamedSharding", "PartitionSpec", "with_sharding_constraint", "make_mesh", "Mesh"}
 NEVER_IN_CORE = {"torch", "vllm", "ray", "tensorflow"}

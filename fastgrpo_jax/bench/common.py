@@ -9,6 +9,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, load
 from fastgrpo_jax.rollout import decode, generate, strategy
-from fastgrpo_jax.train import data, distill, grpo, optim
-from fastgrpo_jax.train import step as step_lib
+from fastgrpo_jax.train import data, distill, drafter, forward, optim
+from fastgrpo_jax.train.layout import StepBatch
 
 
 def write(out: str, suite: str, args, model: load.LoadedModel, rows: list, summary: dict) -> None:
@@ -118,59 +119,75 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def train_drafter(
+class Lessons(NamedTuple):
+    """What a drafter is trained on: finished rollouts of whole groups, read by the policy."""
+
+    config: drafter.Config
+    frozen: drafter.Frozen
+    lessons: list[drafter.Lesson]
+
+
+def read_lessons(
     model: load.LoadedModel,
     kind: str,
     batches: list[base.RolloutBatch],
-    steps: int,
-    temperature: float,
-    seed: int,
     group: int,
-    *,
-    learning_rate: float = 1e-3,
-    weights: distill.DistillConfig | None = None,
-    heard: Callable[[int, float], None] = lambda step, loss: None,
+    rates: optim.OptimConfig,
+    weights: distill.DistillConfig,
+    ids: np.ndarray | None = None,
+) -> Lessons:
+    """Let the policy read rollouts, for a drafter of some kind with draft vocabulary `ids`."""
+    frame = forward.Frame(
+        model.config,
+        group,
+        int(max(b.prompt_length.max() for b in batches)),
+        int(max((b.length - b.prompt_length).max() for b in batches)),
+    )
+    config = drafter.Config(frame, eagle.config_for(model.config, kind), rates, weights)
+    params = jax.tree.map(jnp.asarray, model.params)
+    lessons = []
+    for batch in batches:
+        rows = batch.length.shape[0]
+        known = StepBatch(
+            tokens=jnp.asarray(batch.tokens),
+            prompt_length=jnp.asarray(batch.prompt_length),
+            length=jnp.asarray(batch.length),
+            logps=jnp.asarray(batch.logps),
+            advantages=jnp.zeros(rows, jnp.float32),
+            temperature=jnp.ones(rows, jnp.float32),
+        )
+        lessons.append(drafter.Lesson(known, drafter.read(config, params, known)))
+    return Lessons(config, drafter.freeze(params, ids), lessons)
+
+
+def train_drafter(
+    known: Lessons,
+    steps: int,
+    seed: int,
+    heard: Callable[[int, float, base.Params], None] = lambda step, loss, params: None,
 ) -> tuple[base.EagleConfig, base.Params, float]:
-    """Train a drafter from random on finished rollouts of whole groups, one a step.
+    """Train a drafter from random, one lesson a step, in turn.
 
     Returns it and its last loss; `heard` is told of every tenth step and the last.
     """
-    config = eagle.config_for(model.config, kind)
-    params = eagle.init(jax.random.key(seed + 1), config)
-    span = int(max((b.length - b.prompt_length).max() for b in batches))
-    step_config = step_lib.StepConfig(
-        policy=model.config,
-        eagle=config,
-        loss=grpo.LossConfig(),
-        optim=optim.OptimConfig(),
-        drafter_optim=optim.OptimConfig(learning_rate=learning_rate, warmup_steps=5),
-        distill=weights or distill.DistillConfig(),
-        max_response=max(span, 1),
-        max_prompt=int(max(b.prompt_length.max() for b in batches)),
-        group=group,
-    )
-    step = step_lib.make_distill_step(step_config)
-    state = step_lib.init_distill(step_config, params)
-    policy_params = jax.tree.map(jnp.asarray, model.params)
+    config, frozen, lessons = known
+    state = drafter.init(config, eagle.init(jax.random.key(seed + 1), config.eagle))
     loss = float("nan")
     for i in range(steps):
-        batch = batches[i % len(batches)]
-        rows = batch.length.shape[0]
-        state, loss = step(
-            policy_params,
-            state,
-            step_lib.StepBatch(
-                tokens=jnp.asarray(batch.tokens),
-                prompt_length=jnp.asarray(batch.prompt_length),
-                length=jnp.asarray(batch.length),
-                logps=jnp.asarray(batch.logps),
-                advantages=jnp.zeros(rows, jnp.float32),
-                temperature=jnp.full(rows, temperature, jnp.float32),
-            ),
-        )
+        state, loss = drafter.update(config, frozen, state, lessons[i % len(lessons)])
         if (i + 1) % 10 == 0 or i + 1 == steps:
-            heard(i + 1, float(loss))
-    return config, state.params, float(loss)
+            heard(i + 1, float(loss), state.params)
+    return config.eagle, state.params, float(loss)
+
+
+def quick_drafter(
+    model: load.LoadedModel, kind: str, batches: list[base.RolloutBatch], steps: int, seed: int,
+    group: int,
+) -> tuple[base.EagleConfig, base.Params, float]:  # fmt: skip
+    """Train a drafter by FastGRPO's loss for a few steps, as the suites need one."""
+    rates = optim.OptimConfig(learning_rate=1e-3, warmup_steps=5)
+    known = read_lessons(model, kind, batches, group, rates, distill.DistillConfig())
+    return train_drafter(known, steps, seed)
 
 
 def plain() -> strategy.Controller:

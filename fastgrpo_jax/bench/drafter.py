@@ -5,13 +5,17 @@ several times. The file that --save names is what `bench rollout --drafter=FILE`
 `--config.drafter.init=FILE` take.
 """
 
+import os
+import time
+
 import jax
+import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import eagle, eagle_file, load
 from fastgrpo_jax.rollout import buckets, decode, draft_vocab, generate
-from fastgrpo_jax.train import distill
+from fastgrpo_jax.train import distill, drafter, optim
 
 
 def add_arguments(parser) -> None:
@@ -28,12 +32,18 @@ def add_arguments(parser) -> None:
         "--max_prompt", type=int, default=96, help="tokens; longer ones are skipped"
     )
     parser.add_argument("--steps", type=int, default=400, help="updates, on 8 rollouts each")
-    parser.add_argument("--learning_rate", type=float, default=1e-3)
-    parser.add_argument("--feature_weight", type=float, default=2.0)
-    parser.add_argument("--token_weight", type=float, default=0.1)
+    parser.add_argument("--learning_rate", type=float, default=1e-3, help="falls to 0 by a cosine")
+    parser.add_argument("--feature_weight", type=float, default=0.2)
+    parser.add_argument("--token_weight", type=float, default=1.0)
+    parser.add_argument("--token_loss", default="ce", choices=distill.TOKEN_LOSSES)
+    parser.add_argument("--unroll", type=int, default=3, help="steps of the training-time test")
+    parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
+    parser.add_argument("--held", type=float, default=0.1, help="share of prompts to examine by")
+    parser.add_argument("--rollouts", default="", help="FILE.npz to keep the rollouts in")
 
 
 GROUP = 8
+EXAMINE = 50  # updates between looks at the held prompts
 
 
 def run(args) -> int:
@@ -42,37 +52,71 @@ def run(args) -> int:
         args.prompts, args.tokens, args.steps = 2, 16, min(args.steps, 8)
     if args.steps < 1 or args.prompts < 1 or args.tokens < 1:
         raise base.UserError("--steps, --prompts and --tokens must be 1 or more")
+    if not 0 <= args.held < 1:
+        raise base.UserError(f"--held is {args.held}; allowed: 0 or more, below 1")
+    weights = distill.DistillConfig(
+        args.feature_weight, args.token_weight, args.token_loss, args.unroll
+    )
+    rates = optim.OptimConfig(
+        args.learning_rate, warmup_steps=min(20, args.steps // 2), decay_steps=args.steps
+    )
     model = load.load(args.model, "float32", args.seed)
+    batches = _batches(args, model)
+    order = np.random.Generator(np.random.Philox(args.seed)).permutation(len(batches))
+    batches = [batches[i] for i in order]
+    counts = draft_vocab.count(row for batch in batches for row in base.responses(batch))
+    ids = None
+    if 0 < args.vocab < model.config.vocab:
+        ids = draft_vocab.rank(counts, args.vocab, model.config.vocab, model.stop_tokens)
+    known = common.read_lessons(model, args.kind, batches, GROUP, rates, weights, ids)
+    held = known.lessons[: round(args.held * len(batches))]
+    taught = known._replace(lessons=known.lessons[len(held) :])
+    rows, began = [], time.perf_counter()
+
+    def heard(step: int, loss: float, params: base.Params) -> None:
+        row = {"step": step, "loss": round(loss, 4)}
+        if held and (step % EXAMINE == 0 or step == args.steps):
+            seen = [drafter.examine(known.config, known.frozen, params, x) for x in held]
+            row |= {
+                f"acceptance_{i + 1}": round(float(x), 4)
+                for i, x in enumerate(np.mean(seen, axis=0))
+            }
+        row["seconds"] = round(time.perf_counter() - began, 1)
+        rows.append(row)
+        common.say("  ".join(f"{k} {v}" for k, v in row.items()))
+
+    config, params, loss = common.train_drafter(taught, args.steps, args.seed, heard)
+    eagle_file.save(args.save, config, jax.device_get(params), counts)
+    summary = {"loss": round(loss, 4), "rollouts": len(batches) * GROUP, "file": args.save}
+    summary |= {k: v for k, v in rows[-1].items() if k.startswith("acceptance")}
+    common.write(args.out, "drafter", args, model, rows, summary)
+    return 0
+
+
+def _batches(args, model) -> list[base.RolloutBatch]:
+    """Make the rollouts, or read those that an earlier run kept."""
+    if args.rollouts and os.path.exists(args.rollouts):
+        with np.load(args.rollouts) as file:
+            whole = base.RolloutBatch(*(file[name] for name in base.RolloutBatch._fields))
+        return common.groups(whole, GROUP)
     batches = []
     for task in args.tasks.split(","):
         for temperature in _temperatures(args.temperatures):
             batches += _rollouts(args, model, task, temperature)
-    order = jax.random.permutation(jax.random.key(args.seed), len(batches))
-    batches = [batches[int(i)] for i in order]
-    rows = []
+    if args.rollouts:
+        np.savez(args.rollouts, **_joined(batches)._asdict())
+    return batches
 
-    def heard(step: int, loss: float) -> None:
-        rows.append({"step": step, "loss": round(loss, 4)})
-        common.say(f"step {step}  loss {loss:.4f}")
 
-    weights = distill.DistillConfig(args.feature_weight, args.token_weight)
-    config, params, loss = common.train_drafter(
-        model,
-        args.kind,
-        batches,
-        args.steps,
-        1.0,
-        args.seed,
-        GROUP,
-        learning_rate=args.learning_rate,
-        weights=weights,
-        heard=heard,
-    )
-    counts = draft_vocab.count(row for batch in batches for row in base.responses(batch))
-    eagle_file.save(args.save, config, jax.device_get(params), counts)
-    summary = {"loss": round(loss, 4), "rollouts": len(batches) * GROUP, "file": args.save}
-    common.write(args.out, "drafter", args, model, rows, summary)
-    return 0
+def _joined(batches: list[base.RolloutBatch]) -> base.RolloutBatch:
+    """Put groups of unlike lengths into one batch."""
+    longest = max(b.tokens.shape[1] for b in batches)
+
+    def wide(x):
+        x = np.asarray(x)
+        return np.pad(x, [(0, 0), (0, longest - x.shape[1])]) if x.ndim == 2 else x
+
+    return base.RolloutBatch(*(np.concatenate([wide(x) for x in xs]) for xs in zip(*batches)))
 
 
 def _temperatures(text: str) -> list[float]:

@@ -149,14 +149,9 @@ def run(args) -> int:
             config=dataclasses.replace(bench.model.config, dtype="float32"),
             params=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), bench.params),
         )
-        config, params, loss = common.train_drafter(
-            model,
-            kind,
-            [part for batch in plain.values() for part in common.groups(batch, args.group)],
-            args.train_steps,
-            1.0,
-            args.seed,
-            args.group,
+        batches = [part for batch in plain.values() for part in common.groups(batch, args.group)]
+        config, params, loss = common.quick_drafter(
+            model, kind, batches, args.train_steps, args.seed, args.group
         )
         common.say(f"trained the {kind} drafter: loss {loss:.3f}")
         drafters[kind] = (dataclasses.replace(config, dtype=args.dtype), params)

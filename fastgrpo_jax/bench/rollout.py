@@ -224,8 +224,8 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
     prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
     played = _player(bench, "plain", prompts, 8)(1000).batch
     batches = common.groups(played, 8)
-    config, params, loss = common.train_drafter(
-        bench.model, args.kind, batches, steps, args.temperature, args.seed, 8
+    config, params, loss = common.quick_drafter(
+        bench.model, args.kind, batches, steps, args.seed, 8
     )
     common.say(f"trained the drafter for {steps} steps on {count} prompts: loss {loss:.3f}")
     return config, params, draft_vocab.count(base.responses(played))

@@ -71,7 +71,10 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.learning_rate = 1e-4
     c.drafter.max_grad_norm = 0.5
     c.drafter.feature_weight = 2.0  # of SmoothL1(next_feature, f); eagle's paper has 1.0
-    c.drafter.token_weight = 0.1  # of CE(target's softmax, drafter's)
+    c.drafter.token_weight = 0.1  # of the token loss
+    c.drafter.token_loss = "ce"  # ce (soft cross entropy, KL's gradient) | tv | lk (KL, then TV)
+    c.drafter.unroll = 1  # steps of the training-time test: drafts from its own estimates
+    c.drafter.decay = 0.8  # weight of each unrolled step relative to the one before
     c.drafter.train = True
 
     c.loss = config_dict.ConfigDict()

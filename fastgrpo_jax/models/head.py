@@ -15,18 +15,28 @@ from jaxtyping import Array, Float, Int
 from fastgrpo_jax.models import policy
 
 
+class DraftScores(NamedTuple):
+    """How far the drafter's distributions q are from the policy's p, both at temperature 1.
+
+    ce: cross entropy, -sum p log q. tv: total variation, sum |p - q| / 2: under the best
+      coupling one draft is accepted with probability 1 - tv. Gradients reach `hidden` alone.
+    """
+
+    ce: Float[Array, "*n J"]
+    tv: Float[Array, "*n J"]
+
+
 class Scores(NamedTuple):
     """What is kept of each row of logits.
 
     logps: log softmax(logits / T) of the target token.
     entropy: of softmax(logits / T), in nats, without a gradient.
-    draft_ce: cross entropy of the drafter's distribution under softmax(logits), both at
-      temperature 1; None without a drafter. Its gradient reaches `hidden` alone.
+    draft: scores of J drafts of each token; None without a drafter.
     """
 
     logps: Float[Array, " n"]
     entropy: Float[Array, " n"]
-    draft_ce: Float[Array, " n"] | None
+    draft: DraftScores | None
 
 
 def score(
@@ -35,13 +45,31 @@ def score(
     targets: Int[Array, " n"],
     temperature: Float[Array, " n"],
     chunk: int,
-    hidden: Float[Array, "n E"] | None = None,
+    hidden: Float[Array, "n J E"] | None = None,
 ) -> Scores:
     """Score target tokens by the head, `chunk` tokens at a time.
 
     A temperature of 0 divides by 1, as in sampling. bfloat16 features give float32 scores.
     """
-    count = features.shape[0]
+    return _in_chunks(_score_chunk, chunk, table, (features, targets, temperature, hidden))
+
+
+def score_drafts(
+    features: Float[Array, "n E"],
+    table: Float[Array, "W E"],
+    hidden: Float[Array, "n J E"],
+    chunk: int,
+) -> DraftScores:
+    """Compare drafts with the policy, `chunk` tokens at a time.
+
+    With a part of the head's rows (a draft vocabulary) both distributions are those among it.
+    """
+    return _in_chunks(_draft_chunk, chunk, table, (features, hidden))
+
+
+def _in_chunks(function, chunk: int, table, inputs):
+    """Apply function(table, *inputs) to `chunk` tokens at a time, keeping no logits."""
+    count = inputs[0].shape[0]
     chunk = min(chunk, count)
     chunks = -(-count // chunk)
 
@@ -50,10 +78,9 @@ def score(
         return x.reshape(chunks, chunk, *x.shape[1:])
 
     # The scan itself keeps the two copies apart; guarding against CSE would only cost fusions.
-    one = jax.checkpoint(_score_chunk, prevent_cse=False)
-    inputs = jax.tree.map(split, (features, targets, temperature, hidden))
-    _, scores = jax.lax.scan(lambda _, xs: (None, one(table, *xs)), None, inputs)
-    return jax.tree.map(lambda x: x.reshape(-1)[:count], scores)
+    one = jax.checkpoint(function, prevent_cse=False)
+    _, out = jax.lax.scan(lambda _, xs: (None, one(table, *xs)), None, jax.tree.map(split, inputs))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
 
 
 def _score_chunk(table, features, targets, temperature, hidden) -> Scores:
@@ -67,7 +94,17 @@ def _score_chunk(table, features, targets, temperature, hidden) -> Scores:
     entropy = frozen_norm - jnp.sum(jnp.exp(frozen - frozen_norm[:, None]) * frozen, axis=1)
     if hidden is None:
         return Scores(logps, entropy, None)
-    target = jax.nn.softmax(jax.lax.stop_gradient(logits), axis=1)
+    return Scores(logps, entropy, _compare(table, logits, hidden))
+
+
+def _draft_chunk(table, features, hidden) -> DraftScores:
+    return _compare(table, policy.logits(features, table), hidden)
+
+
+def _compare(table, logits, hidden) -> DraftScores:
+    target = jax.nn.softmax(jax.lax.stop_gradient(logits), axis=-1)[:, None]
     drafted = policy.logits(hidden, jax.lax.stop_gradient(table))
-    draft_ce = jax.nn.logsumexp(drafted, axis=1) - jnp.sum(target * drafted, axis=1)
-    return Scores(logps, entropy, draft_ce)
+    norm = jax.nn.logsumexp(drafted, axis=-1)
+    ce = norm - jnp.sum(target * drafted, axis=-1)
+    tv = 0.5 * jnp.sum(jnp.abs(target - jnp.exp(drafted - norm[..., None])), axis=-1)
+    return DraftScores(ce, tv)

@@ -1,64 +1,101 @@
-"""The drafter's loss: one-step teacher forcing on the policy's own training forward.
+"""The drafter's loss: teacher forcing on the policy's own training forward.
 
 Pair t of a sequence is (f_t, e(x_{t+1})). From it the drafter gives next_feature_t, which
 should be f_{t+1}, and hidden_t, whose head should give the policy's distribution of x_{t+2},
 that is head(f_{t+1}). Both count where x_{t+2} is a response token: the mask is that of the
-token, moved together with its targets.
+token, moved together with its targets. Unrolled steps go on from the drafter's own estimates.
 """
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import layers
+from fastgrpo_jax.models import head, layers
+
+TOKEN_LOSSES = ("ce", "tv", "lk")
 
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig:
-    """Weights of the two parts; FastGRPO (arXiv 2509.21792) has 2.0 and 0.1, EAGLE 1.0 and 0.1.
+    """Weights of the parts of the drafter's loss.
+
+    Attributes:
+      feature_weight: of SmoothL1(next_feature, f). FastGRPO (arXiv 2509.21792) has 2.0, EAGLE
+        1.0, EAGLE-3 0.
+      token_weight: of the token loss; FastGRPO and EAGLE have 0.1, EAGLE-3 1.0.
+      token_loss: `ce` cross entropy under the policy's distribution p (its gradient is that of
+        KL(p, q)), `tv` total variation, which is the chance that one draft is refused, or `lk`,
+        l ce + (1 - l) tv with l = exp(-3 (1 - tv)), tv being a sequence's mean: likelihood
+        first, acceptance later.
+      unroll: steps of the training-time test (EAGLE-3, arXiv 2503.01840).
+      decay: weight of each unrolled step relative to the one before.
 
     Raises:
-      base.UserError: a weight is negative.
+      base.UserError: a field is out of its range.
     """
 
     feature_weight: float = 2.0
     token_weight: float = 0.1
+    token_loss: str = "ce"
+    unroll: int = 1
+    decay: float = 0.8
 
     def __post_init__(self):
-        for field in ("feature_weight", "token_weight"):
-            if not 0 <= getattr(self, field) < float("inf"):
+        ranges = {
+            "feature_weight": (0 <= self.feature_weight < float("inf"), "0 or more"),
+            "token_weight": (0 <= self.token_weight < float("inf"), "0 or more"),
+            "token_loss": (self.token_loss in TOKEN_LOSSES, ", ".join(TOKEN_LOSSES)),
+            "unroll": (1 <= self.unroll <= 16, "1 to 16"),
+            "decay": (0 <= self.decay <= 1, "0 to 1"),
+        }
+        for field, (good, allowed) in ranges.items():
+            if not good:
                 raise base.UserError(
-                    f"drafter.{field} is {getattr(self, field)}; allowed: 0 or more"
+                    f"drafter.{field} is {getattr(self, field)!r}; allowed: {allowed}"
                 )
 
 
 def drafter_loss(
-    next_feature: Float[Array, "N R E"],
+    next_feature: Float[Array, "N R J E"],
     feature: Float[Array, "N R E"],
-    draft_ce: Float[Array, "N R"],
-    weights: Float[Array, "N R"],
+    draft: head.DraftScores,
+    weights: Float[Array, "N R J"],
     config: DistillConfig,
-) -> Float[Array, ""]:
-    """Compute the drafter's loss over the response places of a batch.
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Compute the drafter's loss over the response places of a batch, and 1 - tv of step 1.
 
-        loss = sum of weight * (feature_weight SmoothL1(next_feature, feature)
-                                + token_weight draft_ce)
+        loss = sum of weight * decay^j * (feature_weight SmoothL1(next_feature, feature)
+                                          + token_weight token_loss)
 
     Args:
-      next_feature: the drafter's estimate from the pair two before the response token.
+      next_feature: the drafter's estimates from the pair two before the response token.
       feature: the policy's feature one before the token, without a gradient.
-      draft_ce: cross entropy of the drafter's distribution of the token, see `models/head.py`.
+      draft: what was kept of the drafter's distributions of the token, [N, R, J] each.
       weights: the token mean of each sequence, then the mean over sequences; 0 where there
         is nothing to predict, and there the other arguments may hold NaN.
     """
     mask = weights > 0
     distance = smooth_l1(
-        jnp.where(mask[..., None], next_feature, 0), jnp.where(mask[..., None], feature, 0)
+        jnp.where(mask[..., None], next_feature, 0),
+        jnp.where(mask[..., None], feature[:, :, None], 0),
     )
-    draft_ce = jnp.where(mask, draft_ce, 0)
-    return jnp.sum(weights * (config.feature_weight * distance + config.token_weight * draft_ce))
+    ce, tv = (jnp.where(mask, x, 0) for x in draft)
+    if config.token_loss == "ce":
+        token = ce
+    elif config.token_loss == "tv":
+        token = tv
+    else:
+        total = jnp.maximum(weights.sum(axis=1, keepdims=True), jnp.finfo(weights.dtype).tiny)
+        mean = jnp.sum(weights * tv, axis=1, keepdims=True) / total
+        share = jax.lax.stop_gradient(jnp.exp(-3 * (1 - mean)))
+        token = share * ce + (1 - share) * tv
+    scale = config.decay ** jnp.arange(config.unroll)
+    loss = config.feature_weight * distance + config.token_weight * token
+    acceptance = jnp.sum(weights[..., 0] * (1 - tv[..., 0]))
+    return jnp.sum(weights * scale.astype(loss.dtype) * loss), jax.lax.stop_gradient(acceptance)
 
 
 def smooth_l1(a: Float[Array, "*b E"], b: Float[Array, "*b E"]) -> Float[Array, "*b"]:

@@ -59,6 +59,13 @@ class Rows(NamedTuple):
     mask: Bool[Array, "A X X"]
     before: Int[Array, "A gR"]
 
+    @property
+    def previous(self) -> Int[Array, "A X"]:
+        """Find the place that precedes each place in its sequence; -1 where there is none."""
+        width = self.positions.shape[1] - self.before.shape[1]
+        prompt = jnp.broadcast_to(jnp.arange(-1, width - 1), (self.before.shape[0], width))
+        return jnp.concatenate([prompt, self.before], axis=1)
+
 
 def responses_per_row(policy: base.PolicyConfig, group: int, prompt: int, response: int) -> int:
     """Choose g, the group's size or 1, whichever costs a layer fewer operations.

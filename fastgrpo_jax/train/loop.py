@@ -122,6 +122,11 @@ def train(c, workdir: str | os.PathLike) -> None:
     memory = Memory(0, 0, {}, setup.counts, {}, "")
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
+        if extra.keys() != set(Memory._fields):
+            raise base.UserError(
+                f"the checkpoint in {workdir} is of another version of this package (it keeps "
+                f"{', '.join(sorted(extra))}); go on with that version, or use another --workdir"
+            )
         memory = Memory(**extra)
         say(f"resuming after step {int(state.step)}")
     if memory.source and memory.source != setup.source:

@@ -26,6 +26,7 @@ class OptimConfig:
 
     learning_rate: float = 1e-6
     warmup_steps: int = 0
+    decay_steps: int = 0
     weight_decay: float = 0.0
     b1: float = 0.9
     b2: float = 0.999
@@ -38,6 +39,7 @@ class OptimConfig:
         ranges = {
             "learning_rate": (0 <= self.learning_rate < infinity, "0 or more"),
             "warmup_steps": (0 <= self.warmup_steps < 2**31, "0 or more, below 2**31"),
+            "decay_steps": (0 <= self.decay_steps < 2**31, "0 or more, below 2**31"),
             "weight_decay": (0 <= self.weight_decay < infinity, "0 or more"),
             "b1": (0 <= self.b1 < 1, "[0, 1)"),
             "b2": (0 <= self.b2 < 1, "[0, 1)"),
@@ -84,9 +86,10 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(config: OptimConfig, opt_state: Any) -> Float[Array, ""]:
-    """Compute the rate of the next update: linear warm-up from rate / warmup_steps, then constant.
+    """Compute the rate of the next update: linear warm-up from rate / warmup_steps, then constant,
+    or half a cosine that reaches 0 after `decay_steps` updates in all.
 
-    Skipped updates do not count as warm-up.
+    Skipped updates do not count.
     """
     return _schedule(config, opt_state[1].count)  # of Adam, second in the chain
 
@@ -116,4 +119,8 @@ def guarded_update(
 
 def _schedule(config: OptimConfig, count) -> Float[Array, ""]:
     warm = (count + 1).astype(jnp.float32) / max(config.warmup_steps, 1)
-    return jnp.float32(config.learning_rate) * jnp.minimum(warm, 1)
+    rate = jnp.float32(config.learning_rate) * jnp.minimum(warm, 1)
+    if not config.decay_steps:
+        return rate
+    done = jnp.clip(count.astype(jnp.float32) / config.decay_steps, 0, 1)
+    return rate * 0.5 * (1 + jnp.cos(jnp.pi * done))

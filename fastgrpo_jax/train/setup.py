@@ -369,7 +369,9 @@ def _losses(c) -> Losses:
             max_grad_norm=d.max_grad_norm,
             section="drafter",
         ),
-        distill=distill.DistillConfig(d.feature_weight, d.token_weight),
+        distill=distill.DistillConfig(
+            d.feature_weight, d.token_weight, d.token_loss, d.unroll, d.decay
+        ),
     )
 
 

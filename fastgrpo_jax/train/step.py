@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle, head, layers, policy
-from fastgrpo_jax.train import distill, grpo, layout, optim
+from fastgrpo_jax.models import head, layers, policy
+from fastgrpo_jax.train import distill, forward, grpo, layout, optim
 from fastgrpo_jax.train.layout import Places, StepBatch
 
 
@@ -64,6 +64,7 @@ class Terms(NamedTuple):
 
     loss: Float[Array, ""]
     drafter_loss: Float[Array, ""]
+    acceptance: Float[Array, ""] | None
     logps: Float[Array, "N R"]
     entropy: Float[Array, "N R"]
     policy: grpo.PolicyTerms
@@ -163,6 +164,7 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
         )
         metrics |= {
             "drafter/loss": terms.drafter_loss,
+            "drafter/acceptance": terms.acceptance,
             "drafter/grad_norm": new.grad_norm,
             "drafter/skipped": ~new.applied,
             "drafter/steps": state.drafter_steps,
@@ -173,17 +175,18 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
 def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
     """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
-    shape = _shape(config, batch)
-    features, ahead = _forward(config, params, batch, places, shape)
-    next_feature = hidden = None
+    frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
+    features, ahead = forward.read(frame, params, batch, places, config.remat)
+    drafts = None
     if drafter is not None:
-        next_feature, hidden = _draft(
-            config, params, drafter, features, ahead, batch, places, shape
-        )
-    scores = _score(config, params, ahead, batch, places, hidden)
+        drafts = forward.draft(
+            frame, config.eagle, drafter, params["embed"], features, batch, places,
+            config.distill.unroll,
+        )  # fmt: skip
+    scores = _score(config, params, ahead, batch, places, drafts and drafts.hidden)
     reference_logps = None
     if reference is not None:
-        ahead_reference = _forward(config, reference, batch, places, shape)[1]
+        ahead_reference = forward.read(frame, reference, batch, places, config.remat)[1]
         reference_logps = jax.lax.stop_gradient(
             _score(config, reference, ahead_reference, batch, places, None).logps
         )
@@ -195,82 +198,33 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
         config.loss,
         reference_logps,
     )
-    drafter_loss = jnp.zeros_like(loss)
+    drafter_loss, acceptance = jnp.zeros_like(loss), None
     if drafter is not None:
-        drafter_loss = distill.drafter_loss(
-            next_feature,
+        drafter_loss, acceptance = distill.drafter_loss(
+            drafts.next_feature,
             jax.lax.stop_gradient(ahead),
-            scores.draft_ce,
-            places.drafter_weights,
+            scores.draft,
+            forward.unrolled_weights(places, config.distill.unroll),
             config.distill,
         )
-    return loss + drafter_loss, Terms(loss, drafter_loss, scores.logps, scores.entropy, terms)
-
-
-class _Shape(NamedTuple):
-    """Static shape of the rows: places of the prompt, responses per row."""
-
-    width: int
-    responses: int
-
-
-def _shape(config: StepConfig, batch: StepBatch) -> _Shape:
-    count, span = batch.tokens.shape
-    width = min(config.max_prompt or span - 1, span)
-    if count % config.group:
-        return _Shape(width, 1)  # a micro-batch that cuts groups apart
-    together = layout.responses_per_row(
-        config.policy, config.group, width, min(config.max_response, span)
+    return loss + drafter_loss, Terms(
+        loss, drafter_loss, acceptance, scores.logps, scores.entropy, terms
     )
-    return _Shape(width, together)
-
-
-def _forward(config: StepConfig, params, batch, places, shape: _Shape):
-    """Run the body; returns all features [A, X, E] and those that predict responses [N, R, E]."""
-    context = batch.prompt_length[:: shape.responses]
-    rows = layout.rows(context, *shape, places.position.shape[1])
-    tokens = layout.tokens(batch, places, *shape)
-    body = policy.Policy(config.policy, config.remat)
-    features, _ = body.apply({"params": params}, tokens, rows.positions, rows.mask)
-    ahead = layout.take(features, rows.before)
-    return features, layout.per_sequence(ahead, batch.tokens.shape[0])
-
-
-def _draft(config: StepConfig, params, drafter, features, ahead, batch, places, shape: _Shape):
-    """Run the drafter over all pairs; returns its outputs for each response token [N, R, E].
-
-    Pair t is (f_t, embedding of x_{t+1}), so a response's own pairs begin at the prompt's last
-    feature, and the prompt has one pair fewer than tokens. The token at position i is drafted
-    from pair i - 2, the one before the pair that ends in it.
-    """
-    count, spots = places.position.shape
-    rows = layout.rows(
-        batch.prompt_length[:: shape.responses] - 1, shape.width - 1, shape.responses, spots
-    )
-    tokens = layout.tokens(batch, places, *shape)[:, 1:]
-    embeds = policy.embed(params["embed"], tokens, features.dtype)
-    own = ahead.reshape(features.shape[0], -1, features.shape[-1])
-    joined = jnp.concatenate([features[:, : shape.width - 1], own], axis=1)
-    inputs = jax.lax.stop_gradient((joined, embeds))
-    outputs = eagle.Eagle(config.eagle).apply(
-        {"params": drafter}, *inputs, rows.positions, rows.mask
-    )
-    return tuple(layout.per_sequence(layout.take(x, rows.before), count) for x in outputs[:2])
 
 
 def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
-    """Score the response tokens of some rows; results are [N, R]."""
+    """Score the response tokens of some rows; results are [N, R], of drafts [N, R, J]."""
     shape = places.position.shape
     targets = jnp.take_along_axis(batch.tokens, places.position, axis=1)
     temperature = jnp.broadcast_to(batch.temperature[:, None], shape)
     flat = (x.reshape(shape[0] * shape[1], *x.shape[2:]) for x in (ahead, targets, temperature))
     ahead, targets, temperature = flat
     if hidden is not None:
-        hidden = hidden.reshape(ahead.shape)
+        hidden = hidden.reshape(ahead.shape[0], *hidden.shape[2:])
     scores = head.score(
         ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
     )
-    return jax.tree.map(lambda x: x.reshape(shape), scores)
+    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
 
 
 def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:
@@ -288,36 +242,3 @@ def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> 
     if terms.policy.kl is not None:
         metrics["kl"] = grpo.token_mean(terms.policy.kl, mask)
     return metrics
-
-
-class DistillState(NamedTuple):
-    """A drafter in training on its own; donated to each step."""
-
-    params: base.Params
-    opt_state: Any
-
-
-def init_distill(config: StepConfig, drafter: base.Params) -> DistillState:
-    """Make the first state of `make_distill_step`; it owns the arrays from then on."""
-    return DistillState(drafter, optim.make_optimizer(config.drafter_optim).init(drafter))
-
-
-def make_distill_step(config: StepConfig):
-    """Compile on first use (policy params, state, batch) -> (state, loss): the drafter alone.
-
-    The loss and the update are those of the fused step; the policy is read and not trained.
-    """
-    return jax.jit(functools.partial(_distill_step, config), donate_argnums=1)
-
-
-def _distill_step(config: StepConfig, params, state: DistillState, batch: StepBatch):
-    places = layout.locate(batch, config.max_response, config.loss.name)
-
-    def loss_of(drafter):
-        terms = _losses(config, (params, drafter), None, batch, places)[1]
-        return terms.drafter_loss
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    optimizer = optim.make_optimizer(config.drafter_optim)
-    new = optim.guarded_update(optimizer, loss, grads, state.params, state.opt_state)
-    return DistillState(new.params, new.opt_state), loss

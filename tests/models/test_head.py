@@ -15,7 +15,7 @@ def inputs(dtype=np.float64):
     return dict(
         features=jnp.asarray(rng.normal(size=(N, E)), dtype),
         table=jnp.asarray(rng.normal(size=(V, E)), dtype),
-        hidden=jnp.asarray(rng.normal(size=(N, E)), dtype),
+        hidden=jnp.asarray(rng.normal(size=(N, 2, E)), dtype),
         targets=jnp.asarray(rng.integers(0, V, N), jnp.int32),
         temperature=jnp.asarray(rng.choice([0.0, 0.6, 1.0, 1.7], N), jnp.float32),
     )
@@ -27,14 +27,16 @@ def softmax(x):
 
 
 def longhand(features, table, hidden, targets, temperature):
-    logps, entropy, ce = [], [], []
+    logps, entropy, ce, tv = [], [], [], []
     for f, h, y, t in zip(*(np.asarray(x) for x in (features, hidden, targets, temperature))):
         logits = np.asarray(table) @ f
         p = softmax(logits / (float(t) if t else 1.0))
         logps.append(np.log(p[y]))
         entropy.append(-(p * np.log(p)).sum())
-        ce.append(-(softmax(logits) * np.log(softmax(np.asarray(table) @ h))).sum())
-    return np.array(logps), np.array(entropy), np.array(ce)
+        drafts = [softmax(np.asarray(table) @ x) for x in h]
+        ce.append([-(softmax(logits) * np.log(q)).sum() for q in drafts])
+        tv.append([1 - np.minimum(softmax(logits), q).sum() for q in drafts])
+    return tuple(np.array(x) for x in (logps, entropy, ce, tv))
 
 
 @functools.partial(jax.jit, static_argnames="chunk")
@@ -46,8 +48,16 @@ def score(features, table, targets, temperature, chunk, hidden):
 def test_scores_are_those_of_the_formulas_for_every_chunk(chunk):
     """C7, C11, C18: own token, own temperature (0 is 1), with and without a last short chunk."""
     x = inputs()
-    for ours, theirs in zip(score(**x, chunk=chunk), longhand(**x)):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-12)
+    for ours, theirs in zip(jax.tree.leaves(score(**x, chunk=chunk)), longhand(**x), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-11)
+
+
+def test_drafts_are_compared_within_a_draft_vocabulary():
+    x = inputs()
+    few = {**x, "table": x["table"][jnp.array([0, 3, 4, 9])], "targets": x["targets"] * 0}
+    ours = head.score_drafts(x["features"], few["table"], x["hidden"], 4)
+    for found, theirs in zip(ours, longhand(**few)[2:], strict=True):
+        np.testing.assert_allclose(found, theirs, rtol=1e-11)
 
 
 def test_chunked_gradients_are_those_of_the_whole():
@@ -61,11 +71,14 @@ def test_chunked_gradients_are_those_of_the_whole():
         logps = jax.nn.log_softmax(logits / temperature)[jnp.arange(N), x["targets"]]
         target = jax.nn.softmax(jax.lax.stop_gradient(logits))
         drafted = jax.nn.log_softmax(hidden @ jax.lax.stop_gradient(table).T)
-        return jnp.sum(weight * (logps - 3 * jnp.sum(target * drafted, axis=1)))
+        ce = -jnp.sum(target[:, None] * drafted, axis=2)
+        tv = 1 - jnp.sum(jnp.minimum(target[:, None], jnp.exp(drafted)), axis=2)
+        return jnp.sum(weight * (logps + 3 * ce[:, 0] - ce[:, 1] + 2 * tv.sum(axis=1)))
 
     def chunked(features, table, hidden):
         out = head.score(features, table, x["targets"], x["temperature"], 4, hidden)
-        return jnp.sum(weight * (out.logps + 3 * out.draft_ce))
+        ce, tv = out.draft
+        return jnp.sum(weight * (out.logps + 3 * ce[:, 0] - ce[:, 1] + 2 * tv.sum(axis=1)))
 
     args = x["features"], x["table"], x["hidden"]
     for ours, theirs in zip(
@@ -80,7 +93,7 @@ def test_the_drafter_and_the_entropy_send_no_gradient_to_the_policy():
 
     def loss(features, table, hidden):
         out = head.score(features, table, x["targets"], x["temperature"], 4, hidden)
-        return jnp.sum(out.draft_ce + out.entropy)
+        return jnp.sum(out.draft.ce + out.draft.tv) + jnp.sum(out.entropy)
 
     grad = jax.jit(jax.grad(loss, (0, 1)))
     for hidden in (x["hidden"], jnp.full_like(x["hidden"], jnp.nan)):
@@ -92,6 +105,6 @@ def test_bfloat16_features_give_float32_scores():
     x = inputs(jnp.bfloat16)
     wide = {k: np.asarray(x[k], np.float64) for k in ("features", "table", "hidden")}
     exact = longhand(**{**x, **wide})
-    for ours, theirs in zip(score(**x, chunk=4), exact):
+    for ours, theirs in zip(jax.tree.leaves(score(**x, chunk=4)), exact, strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, theirs, atol=3e-5)

@@ -1,50 +1,72 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fastgrpo_jax import base
+from fastgrpo_jax.models import head
 from fastgrpo_jax.train import distill, grpo
+
+J = 2
 
 
 def example():
     rng = np.random.default_rng(0)
     mask = np.arange(3) < np.array([3, 1, 0])[:, None]
-    return rng.normal(0, 2, (3, 3, 4)), rng.normal(0, 2, (3, 3, 4)), rng.uniform(1, 3, (3, 3)), mask
+    drafts = head.DraftScores(rng.uniform(1, 3, (3, 3, J)), rng.uniform(0, 1, (3, 3, J)))
+    return rng.normal(0, 2, (3, 3, J, 4)), rng.normal(0, 2, (3, 3, 4)), drafts, mask
 
 
-def loss_of(next_feature, feature, ce, mask, config):
-    weights = grpo.token_weights(mask, "grpo")
-    return distill.drafter_loss(next_feature, feature, ce, weights, config)
+def loss_of(next_feature, feature, drafts, mask, config):
+    weights = jnp.repeat(grpo.token_weights(jnp.asarray(mask), "grpo")[..., None], J, axis=2)
+    args = jax.tree.map(jnp.asarray, (next_feature, feature, drafts))
+    return distill.drafter_loss(*args, weights, config)
 
 
-def test_the_loss_is_the_mean_over_sequences_of_token_means():
-    """Unequal lengths and an empty row; differences on both sides of 1."""
-    next_feature, feature, ce, mask = example()
-    rows = []
+@pytest.mark.parametrize("kind", distill.TOKEN_LOSSES)
+def test_the_loss_is_the_mean_over_sequences_of_token_means(kind):
+    """Unequal lengths and an empty row; differences on both sides of 1; two unrolled steps."""
+    next_feature, feature, drafts, mask = example()
+    rows, kept = [], []
     for n in range(2):
-        tokens = []
-        for t in range(int(mask[n].sum())):
-            d = np.abs(next_feature[n, t] - feature[n, t])
-            l1 = np.mean([x * x / 2 if x < 1 else x - 0.5 for x in d])
-            tokens.append(2.0 * l1 + 0.1 * ce[n, t])
-        rows.append(np.mean(tokens))
-    args = [jnp.asarray(x) for x in (next_feature, feature, ce, mask)]
-    ours = loss_of(*args, distill.DistillConfig())
-    np.testing.assert_allclose(ours, np.mean(rows), rtol=1e-7)
-    only_tokens = loss_of(*args, distill.DistillConfig(feature_weight=0.0, token_weight=1.0))
-    np.testing.assert_allclose(only_tokens, (ce[0].mean() + ce[1, 0]) / 2, rtol=1e-7)
+        count = int(mask[n].sum())
+        total = 0.0
+        for j in range(J):
+            share = {"ce": 1.0, "tv": 0.0}.get(kind)
+            if share is None:
+                share = np.exp(-3 * (1 - drafts.tv[n, :count, j].mean()))
+            for t in range(count):
+                d = np.abs(next_feature[n, t, j] - feature[n, t])
+                l1 = np.mean([x * x / 2 if x < 1 else x - 0.5 for x in d])
+                token = share * drafts.ce[n, t, j] + (1 - share) * drafts.tv[n, t, j]
+                total += 0.7**j * (2.0 * l1 + 0.1 * token) / count
+        rows.append(total)
+        kept.append(1 - drafts.tv[n, :count, 0].mean())
+    config = distill.DistillConfig(token_loss=kind, unroll=J, decay=0.7)
+    loss, acceptance = loss_of(next_feature, feature, drafts, mask, config)
+    np.testing.assert_allclose(loss, np.mean(rows), rtol=2e-7)
+    np.testing.assert_allclose(acceptance, np.mean(kept), rtol=2e-7)
+    only_tokens = distill.DistillConfig(0.0, 1.0, "ce", unroll=J, decay=0.0)
+    np.testing.assert_allclose(
+        loss_of(next_feature, feature, drafts, mask, only_tokens)[0],
+        (drafts.ce[0, :, 0].mean() + drafts.ce[1, 0, 0]) / 2,
+        rtol=2e-7,
+    )
 
 
-def test_nan_outside_the_mask_reaches_neither_loss_nor_gradient():
+@pytest.mark.parametrize("kind", distill.TOKEN_LOSSES)
+def test_nan_outside_the_mask_reaches_neither_loss_nor_gradient(kind):
     """C6"""
-    next_feature, feature, ce, mask = (jnp.asarray(x) for x in example())
-    config = distill.DistillConfig()
-    dirty = [jnp.where(mask[..., None], x, jnp.nan) for x in (next_feature, feature)]
-    dirty_ce = jnp.where(mask, ce, jnp.inf)
-    grad = jax.value_and_grad(loss_of, (0, 2))
-    ours = grad(*dirty, dirty_ce, mask, config)
-    theirs = grad(next_feature, feature, ce, mask, config)
+    next_feature, feature, drafts, mask = jax.tree.map(jnp.asarray, example())
+    config = distill.DistillConfig(token_loss=kind, unroll=J)
+    dirty = jnp.where(mask[..., None, None], next_feature, jnp.nan)
+    dirty_feature = jnp.where(mask[..., None], feature, jnp.nan)
+    dirty_drafts = jax.tree.map(lambda x: jnp.where(mask[..., None], x, jnp.inf), drafts)
+    grad = jax.value_and_grad(loss_of, (0, 2), has_aux=True)
+    ours = grad(dirty, dirty_feature, dirty_drafts, mask, config)
+    theirs = grad(next_feature, feature, drafts, mask, config)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
@@ -55,6 +77,16 @@ def test_smooth_l1_of_bfloat16_is_computed_in_float32():
     np.testing.assert_array_equal(out, [(0.5 + 2.5) / 2])
 
 
-def test_a_negative_weight_is_refused():
-    with pytest.raises(base.UserError, match=r"drafter.token_weight is -1.0; allowed: 0 or more"):
-        distill.DistillConfig(token_weight=-1.0)
+@pytest.mark.parametrize(
+    "field, value, allowed",
+    [
+        ("token_weight", -1.0, "0 or more"),
+        ("token_loss", "kl", "ce, tv, lk"),
+        ("unroll", 0, "1 to 16"),
+        ("decay", 1.5, "0 to 1"),
+    ],
+)
+def test_a_field_out_of_its_range_is_refused(field, value, allowed):
+    message = re.escape(f"drafter.{field} is {value!r}; allowed: {allowed}")
+    with pytest.raises(base.UserError, match=message):
+        distill.DistillConfig(**{field: value})

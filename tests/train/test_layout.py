@@ -118,21 +118,6 @@ def test_long_responses_get_rows_of_their_own():
     assert layout.responses_per_row(shape, 8, 40, 4096) == 1
 
 
-def test_the_drafter_alone_learns_by_the_fused_steps_gradient():
-    c = config(group=G)
-    b, start = batch(), state(c)
-    before = jax.tree.map(np.array, start)
-    _, expected, terms, _ = gradients(c, start, b)
-    distil = step.make_distill_step(c)
-    new, loss = distil(start.params, step.init_distill(c, start.drafter), b)
-    np.testing.assert_allclose(loss, terms.drafter_loss, rtol=1e-9)
-    optimizer = optim.make_optimizer(c.drafter_optim)
-    update = optim.guarded_update(
-        optimizer, loss, expected, before.drafter, optimizer.init(before.drafter)
-    )
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9),
-        update.params,
-        new.params,
-    )
-    jax.tree.map(np.testing.assert_array_equal, before.params, jax.tree.map(np.array, start.params))
+def test_a_places_predecessor_is_the_one_before_it_in_its_sequence():
+    rows = layout.rows(jnp.array([2], jnp.int32), 3, 2, 2)
+    assert rows.previous.tolist() == [[-1, 0, 1, 1, 3, 1, 5]]

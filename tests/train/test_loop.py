@@ -463,6 +463,17 @@ def test_a_checkpoint_that_lost_a_file_is_answered_once(tmp_path, capfd):
     assert "ERROR" not in capfd.readouterr().err
 
 
+def test_a_checkpoint_that_keeps_other_things_is_refused(tmp_path, straight):
+    """As one of another version of the package does: told, not a traceback."""
+    shutil.copytree(straight, tmp_path / "run")
+    found = list((tmp_path / "run" / "checkpoints").rglob("extra/metadata"))
+    for path in found:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "novelty": 1}))
+    assert found
+    with pytest.raises(base.UserError, match=r"of another version.*novelty"):
+        loop.train(config(steps=6), tmp_path / "run")
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, straight):
     other = config(drafter__kind="none")
     manager = checkpoint.open_manager(straight, 2)

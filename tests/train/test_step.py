@@ -198,6 +198,7 @@ def test_metrics_are_those_of_the_batch_and_ratios_are_one_at_any_temperature():
         "learning_rate": 1e-2,
         "policy/skipped": 0,
         "drafter/loss": terms.drafter_loss,
+        "drafter/acceptance": terms.acceptance,
         "drafter/grad_norm": optax_norm(drafter_grads),
         "drafter/steps": 1,
         "drafter/skipped": 0,

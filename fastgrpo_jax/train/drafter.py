@@ -1,0 +1,110 @@
+"""Training a drafter on its own: the policy reads each rollout once, the drafter many times.
+
+What the policy says of a batch does not change while it stands still, so its features are kept
+and an update costs the drafter's own forward and the draft vocabulary's part of the head.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import head, policy
+from fastgrpo_jax.train import distill, forward, layout, optim
+from fastgrpo_jax.train.layout import StepBatch
+
+
+class Lesson(NamedTuple):
+    """A batch of whole groups with the policy's features of it, as `forward.read` lays them."""
+
+    batch: StepBatch
+    features: Float[Array, "A X E"]
+
+
+class Frozen(NamedTuple):
+    """The policy's parts that drafting uses. `head` has the draft vocabulary's rows."""
+
+    embed: Float[Array, "V E"]
+    head: Float[Array, "W E"]
+
+
+class State(NamedTuple):
+    """A drafter in training; donated to each update."""
+
+    params: base.Params
+    opt_state: Any
+
+
+class Config(NamedTuple):
+    """What the programs are compiled for."""
+
+    frame: forward.Frame
+    eagle: base.EagleConfig
+    optim: optim.OptimConfig
+    distill: distill.DistillConfig
+    head_chunk: int = 256
+
+
+def init(config: Config, params: base.Params) -> State:
+    """Make the first state; it owns the arrays from then on."""
+    return State(params, optim.make_optimizer(config.optim).init(params))
+
+
+def freeze(params: base.Params, ids: Int[Array, " W"] | None = None) -> Frozen:
+    """Take what drafting uses of a policy, with a draft vocabulary or with all ids."""
+    table = policy.head_table(params)
+    return Frozen(params["embed"], table if ids is None else table[ids])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def read(config: Config, params: base.Params, batch: StepBatch) -> Float[Array, "A X E"]:
+    """Run the policy over a batch and keep its features."""
+    places = layout.locate(batch, config.frame.max_response, "grpo")
+    return forward.read(config.frame, params, batch, places)[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def update(
+    config: Config, frozen: Frozen, state: State, lesson: Lesson
+) -> tuple[State, Float[Array, ""]]:
+    """Take one step on the drafter's loss; returns it too. A non-finite step changes nothing."""
+    loss, grads = jax.value_and_grad(lambda p: _study(config, frozen, p, lesson)[0])(state.params)
+    optimizer = optim.make_optimizer(config.optim)
+    new = optim.guarded_update(optimizer, loss, grads, state.params, state.opt_state)
+    return State(new.params, new.opt_state), loss
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def examine(
+    config: Config, frozen: Frozen, params: base.Params, lesson: Lesson
+) -> Float[Array, " J"]:
+    """Estimate the acceptance of one draft at each unrolled step, 1 - TV at temperature 1.
+
+    It is the mean over the sequences' token means, and speaks of ids in the draft vocabulary.
+    """
+    _, scores, weights = _study(config, frozen, params, lesson)
+    kept = jnp.sum(jnp.where(weights > 0, weights * (1 - scores.tv), 0), axis=(0, 1))
+    return kept / jnp.sum(weights, axis=(0, 1))
+
+
+def _study(config: Config, frozen: Frozen, params, lesson: Lesson):
+    batch, unroll = lesson.batch, config.distill.unroll
+    places = layout.locate(batch, config.frame.max_response, "grpo")
+    drafts = forward.draft(
+        config.frame, config.eagle, params, frozen.embed, lesson.features, batch, places, unroll
+    )
+    ahead = forward.ahead(config.frame, lesson.features, batch, places)
+    count, spots = places.position.shape
+    scores = head.score_drafts(
+        ahead.reshape(count * spots, -1),
+        frozen.head,
+        drafts.hidden.reshape(count * spots, unroll, -1),
+        config.head_chunk,
+    )
+    scores = jax.tree.map(lambda x: x.reshape(count, spots, unroll), scores)
+    weights = forward.unrolled_weights(places, unroll)
+    loss, _ = distill.drafter_loss(drafts.next_feature, ahead, scores, weights, config.distill)
+    return loss, scores, weights
