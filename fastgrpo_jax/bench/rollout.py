@@ -74,6 +74,12 @@ def add_arguments(parser) -> None:
         help="train:STEPS (on this policy's own rollouts), random, FILE.safetensors (bench "
         "drafter), none, or oracle:ACCEPTANCE",
     )
+    parser.add_argument(
+        "--verify",
+        default="draws",
+        choices=("draws", "rejection"),
+        help="rejection: usual speculative sampling, chains only",
+    )
     parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
     parser.add_argument("--tau", type=float, default=1.0, help="of a node's estimated acceptance")
     parser.add_argument("--max_rows", type=int, default=0, help="rows decoded at one time; 0: all")
@@ -139,6 +145,8 @@ def prepare(args) -> Bench:
         )
     if not 0 <= args.temperature < float("inf"):
         raise base.UserError(f"--temperature is {args.temperature}; allowed: 0 or more")
+    if args.vocab < 0:
+        raise base.UserError(f"--vocab is {args.vocab}; allowed: 0 (all ids) or more")
     try:
         strategy.parse(args.fixed)
     except base.UserError as error:
@@ -237,7 +245,12 @@ def _controller(bench: Bench, method: str) -> strategy.Controller:
     if method not in METHODS:
         return strategy.constant(method, _strategy(method))
     args, table = bench.args, bench.table
-    arms = functools.cache(lambda rows: costs.arms(table, rows, bench.drafters))
+    chains = args.verify == "rejection"
+    arms = functools.cache(
+        lambda rows: tuple(
+            s for s in costs.arms(table, rows, bench.drafters) if s.chain or not chains
+        )
+    )
     if method == "goodput":
         settings = goodput.Settings(explore=args.explore)
         return goodput.controller(arms, functools.partial(costs.seconds, table), settings)
@@ -276,12 +289,20 @@ def _player(
     controller = _controller(bench, method)
     total = len(prompts) * group
     ladder = buckets.row_ladder(min(args.max_rows or total, total))
-    used = {s.drafter for rows in ladder for s in controller.possible(rows)}
+    choices = [s for rows in ladder for s in controller.possible(rows)]
+    used = {s.drafter for s in choices}
+    draft_vocab.check(args.vocab, choices, "--vocab")
+    rejection = args.verify == "rejection"
+    if rejection and any(s.depth and not s.chain for s in choices):
+        raise base.UserError(
+            f"--verify is 'rejection' and --methods holds {method!r}, which drafts more than chains"
+        )
     spec = decode.Spec(
         bench.model.config,
         bench.head if "learned" in used else None,
         group,
         shared_noise=method != "eagle2_fixed",
+        rejection=rejection,
     )
     stop = () if args.lengths == "forced" else bench.model.stop_tokens
     step = bench.limits.total + (16 if used - {"off"} else 0)

@@ -49,6 +49,9 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.measure_seconds = 60.0  # of the cost table at start; kept in compilation_cache
     c.rollout.strategy = "learned:2:1:3"  # of `fixed`: drafter:depth:width:nodes
     c.rollout.draft_noise = "shared"  # shared | off (the papers' deterministic EAGLE-2 tree)
+    # draws (the target's own, plain decoding's tokens) | rejection (usual speculative sampling, to
+    # compare with: chains only; the distribution is the target's, the tokens are the drafter's)
+    c.rollout.verify = "draws"
     c.rollout.draft_tau = 1.0  # temperature of a node's estimated acceptance
     c.rollout.c_peak = 0  # tokens per forward at the machine's knee; 0: measured at start
     c.rollout.n_max = 160  # fastgrpo: most tokens verified per row

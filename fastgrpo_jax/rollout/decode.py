@@ -35,6 +35,8 @@ class Spec:
     Attributes:
       group: G, rows that answer one prompt.
       shared_noise: draft with the target's own noise; otherwise the EAGLE-2 tree.
+      rejection: verify by speculative sampling, chains only: the target's distribution, but not
+        plain decoding's tokens.
       ngram_longest: longest suffix that the n-gram drafter matches.
       depth_max: length of the acceptance counts; no strategy is deeper.
       prefill_rows, prefill_chunk: the one canonical shape in which prompts are read.
@@ -44,6 +46,7 @@ class Spec:
     eagle: base.EagleConfig | None
     group: int
     shared_noise: bool = True
+    rejection: bool = False
     ngram_longest: int = 3
     depth_max: int = 8
     prefill_rows: int = 1
@@ -98,18 +101,20 @@ def _look(state: base.RolloutState, settings: base.Sampling) -> _View:
     return _View(live, length, root, jax.tree.map(lambda x: x[row], settings), room)
 
 
-def _propose(spec, strategy, weights, state, view, noise) -> base.DraftTree:
+def _propose(spec, strategy, weights, state, view, noise):
+    """Draft a tree; also returns the logits of a learned chain [B, D, W], else None."""
     if strategy.depth == 0:
-        return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32))
+        return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32)), None
     if strategy.drafter == "ngram":
         tokens = draft_ngram.propose(
             state.sequences, state.rows, spec.group, strategy.depth, spec.ngram_longest
         )
-        return tree.chain(view.root, tokens)
+        return tree.chain(view.root, tokens), None
     if strategy.drafter == "oracle":
-        return draft_oracle.propose(
+        fan = draft_oracle.propose(
             weights.oracle, view.root, state.rows, view.length, strategy, spec.policy.vocab
         )
+        return fan, None
     return draft_eagle.propose(
         spec.eagle,
         learned(weights),
@@ -162,6 +167,23 @@ def _verify(spec, weights, state, view, draft, depth):
     return features, cache
 
 
+_DRAFTS, _COINS = 1, 2  # streams of noise beside the target's own
+
+
+def _drafted_from(draft, said, draft_ids, temperature, like):
+    """Build q [B, D, V]: what a learned chain was drawn from, else all on the draft itself."""
+    vocab = like.shape[-1]
+    if said is None:
+        return jax.nn.one_hot(draft.tokens[:, 1:], vocab, dtype=like.dtype)
+    scaled = said.astype(like.dtype) / sampling.divisor(temperature, like.dtype)[:, None, None]
+    q = jnp.stack(
+        [sampling.probabilities(scaled[:, d], temperature) for d in range(said.shape[1])], axis=1
+    )
+    if draft_ids is None:
+        return q
+    return jnp.zeros((*q.shape[:2], vocab), q.dtype).at[..., draft_ids].set(q)
+
+
 def _round(spec, strategy, weights, settings, stop_tokens, state):
     """Draft, verify, accept, commit. Returns the new state and what was accepted and tried."""
     view = _look(state, settings)
@@ -171,16 +193,29 @@ def _round(spec, strategy, weights, settings, stop_tokens, state):
     keys = jnp.broadcast_to(view.settings.key[:, None], (*ahead.shape, 2))
     noise = jax.lax.optimization_barrier(sampling.gumbel(keys, ahead, ids))
 
-    draft = _propose(spec, strategy, weights, state, view, noise)
+    dice = noise
+    if spec.rejection:  # drafts that know the target's dice would not be drafts from q
+        dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
+    draft, said = _propose(spec, strategy, weights, state, view, dice)
     features, cache = _verify(spec, weights, state, view, draft, depth)
     logits = policy.logits(features, policy.head_table(weights.policy))
+    v = view.settings
 
     def draw(node, d):
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
-        v = view.settings
         return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
 
-    verdict = accept.walk(draft, draw, depth)
+    def weigh(d):
+        found = sampling.filtered(logits[:, d], v.temperature, v.top_k, v.top_p)
+        p = sampling.probabilities(found.inside, v.temperature)
+        return p, lambda token: sampling.recorded(found, token)
+
+    if spec.rejection:
+        coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)
+        q = _drafted_from(draft, said, weights.draft_ids, v.temperature, logits)
+        verdict = accept.reject(draft.tokens[:, 1:], weigh, q, coins[:, :depth], noise)
+    else:
+        verdict = accept.walk(draft, draw, depth)
     verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
     if not (strategy.chain or depth == 0):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)

@@ -116,12 +116,12 @@ class _Level(NamedTuple):
 
 
 def _children(weights, level, noise, temperature, tau, shared, width):
-    """Rank each node's next tokens: the best `width` ids with the log of their acceptance.
+    """Rank each node's next tokens: the best `width` ids, the log of their acceptance, the logits.
 
     Under shared noise the order is that of log q + G, with the noise the target will use, and
     a child's chance is softmax((log q + G) / tau); otherwise both come from q itself.
     """
-    logits = policy.logits(level.hidden, weights.head)
+    said = logits = policy.logits(level.hidden, weights.head)
     if shared:
         if weights.ids is not None:
             noise = jnp.take(noise, weights.ids, axis=1)
@@ -131,7 +131,7 @@ def _children(weights, level, noise, temperature, tau, shared, width):
     if weights.ids is not None:
         ids = weights.ids[ids]
     chance = values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return ids, level.score[..., None] + chance
+    return ids, level.score[..., None] + chance, said
 
 
 def propose(
@@ -144,11 +144,12 @@ def propose(
     tau: Float[Array, ""],
     strategy: base.DraftStrategy,
     shared: bool,
-) -> base.DraftTree:
+) -> tuple[base.DraftTree, Float[Array, "B D W"]]:
     """Draft a tree as EAGLE-2 does (arXiv 2406.16858), or its shared-noise form.
 
     Each level expands the `width` best nodes of the one above by the product of estimated
-    acceptances; of all candidates the best `nodes - 1` are kept.
+    acceptances; of all candidates the best `nodes - 1` are kept. Also returns the logits that
+    each level's first node drafted from, which in a chain are all.
     """
     width, depth, slots = strategy.width, strategy.depth, state.features.shape[1]
     level = _Level(
@@ -157,13 +158,14 @@ def propose(
         jnp.zeros((root.shape[0], 1), jnp.float32),
         jnp.full((root.shape[0], 1), -1, jnp.int32),
     )
-    cache, pool_size, pool = state.cache, 0, []
+    cache, pool_size, pool, said = state.cache, 0, [], []
     prefix = jnp.arange(slots) < state.fed[:, None, None]  # [B, 1, S]
     seen = jnp.zeros((root.shape[0], 1, slots), bool)  # scratch slots of each node's ancestors
     for d in range(depth):
-        ids, scores = _children(
+        ids, scores, logits = _children(
             weights, level, noise[:, d], temperature, tau, shared, width
         )  # [B, w, K]
+        said.append(logits[:, 0])
         above = jnp.repeat(level.index, width, axis=1)
         ids, scores = (x.reshape(root.shape[0], -1) for x in (ids, scores))
         pool.append((ids, scores, above))
@@ -187,6 +189,7 @@ def propose(
         level = _Level(feature, hidden, score, (best + pool_size).astype(jnp.int32))
         pool_size += ids.shape[1]
     tokens, scores, parent = (jnp.concatenate(x, axis=1) for x in zip(*pool))
+    logits = jnp.stack(said, axis=1)
     if strategy.chain:
-        return tree.chain(root, tokens)
-    return tree.prune(root, tokens, scores, parent, strategy.nodes - 1)
+        return tree.chain(root, tokens), logits
+    return tree.prune(root, tokens, scores, parent, strategy.nodes - 1), logits

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from fastgrpo_jax import base
+
 
 def count(rows: Iterable[Iterable[int]], seen: Mapping[str, int] | None = None) -> dict[str, int]:
     """Add the ids of some rows to the counts; keys are the ids' digits, as JSON has them."""
@@ -35,6 +37,20 @@ def rank(
     order[list(always)] = np.iinfo(np.int64).max
     best = np.lexsort((np.arange(vocab), -order))[:size]
     return np.sort(best).astype(np.int32)
+
+
+def check(size: int, choices: Iterable[base.DraftStrategy], name: str) -> None:
+    """Refuse a draft vocabulary (0: all ids) smaller than the children that a node may get.
+
+    Raises:
+      UserError: naming the setting, its value and the strategy.
+    """
+    for choice in choices:
+        if choice.drafter == "learned" and 0 < size < choice.width:
+            raise base.UserError(
+                f"{name} is {size}, but {choice} drafts {choice.width} children of a node; "
+                f"allowed: 0 (all ids), or {choice.width} and more"
+            )
 
 
 def coverage(ids: Int[np.ndarray, " W"], rows: Iterable[Iterable[int]]) -> float:

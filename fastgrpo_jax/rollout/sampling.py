@@ -9,6 +9,8 @@ Speed on CPU decides the form: a fused generator inside an argmax runs scalar an
 much as a small model, while materialised noise and a blocked maximum cost a hundredth.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +72,18 @@ def gumbel(
     v = bits.astype(jnp.float32) * np.float32(2.0**-32) + np.float32(2.0**-33)
     v = jnp.minimum(v, np.float32(1 - 2.0**-24))  # the largest v would round to 1
     return -jnp.log(-jnp.log1p(-v))
+
+
+def stream(key: UInt[Array, "*b 2"], number: int) -> UInt[Array, "*b 2"]:
+    """Derive a key whose noise is independent of the key's own and of other streams'."""
+    zero = jnp.uint32(0)
+    return jnp.stack(threefry(key[..., 0], key[..., 1], jnp.uint32(number), ~zero), axis=-1)
+
+
+def uniform(key: UInt[Array, "*b 2"], position: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """Draw one number in [0, 1) for each place, float32."""
+    bits, _ = threefry(key[..., 0], key[..., 1], jnp.uint32(0), position.astype(jnp.uint32))
+    return (bits >> jnp.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
 
 
 def top(x: Float[Array, "*b V"], k: int) -> tuple[Float[Array, "*b k"], Int[Array, "*b k"]]:
@@ -153,6 +167,55 @@ def kept(
     return keys >= cut[:, None]
 
 
+class Filtered(NamedTuple):
+    """The distribution that a token is drawn from.
+
+    scaled: logits / T. inside: the same, -inf where a filter leaves the id out.
+    total: log sum exp of `scaled`. mass: log of the share of it that the filters kept.
+    """
+
+    scaled: Float[Array, "B V"]
+    inside: Float[Array, "B V"]
+    total: Float[Array, " B"]
+    mass: Float[Array, " B"]
+
+
+def filtered(
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+) -> Filtered:
+    """Scale and filter logits. Filters cost nothing in a batch that has none."""
+    scaled = logits / divisor(temperature, logits.dtype)[:, None]
+    total = jax.nn.logsumexp(scaled, axis=-1)
+
+    def cut():
+        inside = jnp.where(kept(scaled, top_k, top_p), scaled, -jnp.inf)
+        return inside, jax.nn.logsumexp(inside, axis=-1) - total
+
+    unfiltered = jnp.all((top_k <= 0) & (top_p >= 1))
+    inside, mass = jax.lax.cond(unfiltered, lambda: (scaled, jnp.zeros_like(total)), cut)
+    return Filtered(scaled, inside, total, mass)
+
+
+def probabilities(
+    scaled: Float[Array, "B V"], temperature: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Compute softmax(scaled); at temperature 0 all of it is on the largest."""
+    best = top(scaled, 1)[1]
+    greedy = jnp.arange(scaled.shape[-1]) == best
+    return jnp.where(temperature[:, None] > 0, jax.nn.softmax(scaled, axis=-1), greedy)
+
+
+def recorded(
+    found: Filtered, token: Int[Array, " B"]
+) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    """Return a token's unfiltered log-prob at T, and the log of the kept mass."""
+    logp = jnp.take_along_axis(found.scaled, token[:, None], axis=-1)[:, 0] - found.total
+    return logp.astype(jnp.float32), found.mass.astype(jnp.float32)
+
+
 def draw(
     logits: Float[Array, "B V"],
     noise: Float[Array, "B V"],
@@ -160,20 +223,8 @@ def draw(
     top_k: Int[Array, " B"],
     top_p: Float[Array, " B"],
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
-    """Draw one token per row: its id, its unfiltered log-prob at T, the log of the kept mass.
-
-    Filters cost nothing in a batch that has none.
-    """
-    scaled = logits / divisor(temperature, logits.dtype)[:, None]
-    total = jax.nn.logsumexp(scaled, axis=-1)
-
-    def filtered():
-        inside = jnp.where(kept(scaled, top_k, top_p), scaled, -jnp.inf)
-        return inside, jax.nn.logsumexp(inside, axis=-1) - total
-
-    unfiltered = jnp.all((top_k <= 0) & (top_p >= 1))
-    inside, mass = jax.lax.cond(unfiltered, lambda: (scaled, jnp.zeros_like(total)), filtered)
-    noise = jnp.where(temperature[:, None] > 0, noise.astype(inside.dtype), 0)
-    token = top(inside + noise, 1)[1]
-    logp = jnp.take_along_axis(scaled, token, axis=-1)[:, 0] - total
-    return token[:, 0], logp.astype(jnp.float32), mass.astype(jnp.float32)
+    """Draw one token per row: its id, its unfiltered log-prob at T, the log of the kept mass."""
+    found = filtered(logits, temperature, top_k, top_p)
+    noise = jnp.where(temperature[:, None] > 0, noise.astype(logits.dtype), 0)
+    token = top(found.inside + noise, 1)[1][:, 0]
+    return token, *recorded(found, token)

@@ -30,11 +30,15 @@ def open_manager(workdir: str | os.PathLike, keep: int) -> ocp.CheckpointManager
     """Open a workdir's checkpoints, of which the newest `keep` are kept.
 
     Raises:
-      UserError: if `keep` is below 1.
+      UserError: if `keep` is below 1, or the folder cannot be made.
     """
     if keep < 1:
         raise base.UserError(f"checkpoint.keep is {keep}; allowed: 1 or more")
     folder = pathlib.Path(workdir).resolve() / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise base.UserError(f"{folder} cannot be a folder: {error.strerror}") from error
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
     return ocp.CheckpointManager(folder, options=options)
 
@@ -64,7 +68,7 @@ def restore(
     try:
         with _silent_orbax():
             found = manager.restore(step, args=args)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # whatever tensorstore makes of damaged files
         lines = str(error).strip().splitlines() or [type(error).__name__]
         older = [str(s) for s in manager.all_steps() if s < step]
         cure = f"delete that folder to go on after step {older[-1]}" if older else "begin anew"

@@ -125,7 +125,7 @@ def train(c, workdir: str | os.PathLike) -> None:
         if extra.keys() != set(Memory._fields):
             raise base.UserError(
                 f"the checkpoint in {workdir} is of another version of this package (it keeps "
-                f"{', '.join(sorted(extra))}); go on with that version, or use another --workdir"
+                f"{', '.join(sorted(extra)) or 'nothing'}); go on with that version, or use another --workdir"
             )
         memory = Memory(**extra)
         say(f"resuming after step {int(state.step)}")

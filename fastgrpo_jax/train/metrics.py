@@ -267,7 +267,9 @@ def _lines(path: pathlib.Path) -> list[tuple[bytes, dict[str, Any]]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             pairs.append((line, row))
         elif number < len(raw):
-            raise base.UserError(f"{path}, line {number} is no JSON row: {line[:80]!r}")
+            raise base.UserError(
+                f"{path}, line {number} is no JSON row: {line[:80]!r}; mend or remove it"
+            )
     return pairs
 
 

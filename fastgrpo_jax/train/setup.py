@@ -192,18 +192,20 @@ def controller(c, setup: Setup, table: costs.Table | None) -> strategy.Controlle
         return costs.seconds(table, bucket, choice)
 
     given, frozen = _strategies(c), r.timing == "frozen"
+    arms = _arms(c, setup, table)
     if r.controller == "beg_mab":
-        arms = bandit.by_tokens(given) if given else _arms(setup, table)
+        arms = bandit.by_tokens(given) if given else arms
         return bandit.controller(arms, cost=cost if frozen else None)
     settings = goodput.Settings(explore=r.explore, frozen=frozen)
-    return goodput.controller(
-        (lambda rows: given) if given else _arms(setup, table), cost, settings
-    )
+    return goodput.controller((lambda rows: given) if given else arms, cost, settings)
 
 
-def _arms(setup: Setup, table: costs.Table):
+def _arms(c, setup: Setup, table: costs.Table):
     drafters = ("ngram",) if setup.eagle is None else ("learned", "ngram")
-    return functools.cache(lambda rows: costs.arms(table, rows, drafters))
+    chains = c.rollout.verify == "rejection"
+    return functools.cache(
+        lambda rows: tuple(s for s in costs.arms(table, rows, drafters) if s.chain or not chains)
+    )
 
 
 def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
@@ -212,11 +214,15 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
     total = c.task.prompts_per_step * c.task.group
     rows = buckets.row_ladder(min(total, r.max_rows or total), r.row_buckets)
     choices = [choice for size in rows for choice in controller.possible(size)]
+    draft_vocab.check(c.drafter.vocab, choices, "drafter.vocab")
+    if r.verify == "rejection":
+        _check_chains(c, choices)
     spec = decode.Spec(
         policy=setup.model.config,
         eagle=setup.eagle,
         group=c.task.group,
         shared_noise=r.draft_noise == "shared",
+        rejection=r.verify == "rejection",
         ngram_longest=r.ngram_max,
         depth_max=max(1, *(choice.depth for choice in choices)),
         prefill_chunk=r.prefill_chunk,
@@ -233,6 +239,20 @@ def engine(c, setup: Setup, controller: strategy.Controller) -> generate.Engine:
     )
     made.pool.limit = r.max_programs
     return made
+
+
+def _check_chains(c, choices) -> None:
+    if c.rollout.draft_noise == "off":
+        raise base.UserError(
+            "rollout.verify is 'rejection', but rollout.draft_noise is 'off': drafts that are not "
+            "drawn cannot be verified so; allowed: draft_noise=shared"
+        )
+    for choice in choices:
+        if choice.depth and not choice.chain:
+            raise base.UserError(
+                f"rollout.verify is 'rejection', but rollout.controller {c.rollout.controller!r} "
+                f"may choose {choice}, which is no chain; allowed: strategies of width 1"
+            )
 
 
 def weights(c, setup: Setup, state: base.TrainState, counts: dict[str, int]) -> decode.Weights:
@@ -285,6 +305,7 @@ _CHOICES = {
     "rollout.controller": ("off", "fixed", "fastgrpo", "beg_mab", "goodput"),
     "rollout.timing": ("live", "frozen"),
     "rollout.draft_noise": ("shared", "off"),
+    "rollout.verify": ("draws", "rejection"),
     "drafter.kind": (*eagle.KINDS, "none"),
     "task.overlong_prompt": data.OVERLONG,
     "reward.on_error": rewards.ON_ERROR,

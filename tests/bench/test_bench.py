@@ -109,10 +109,15 @@ def test_an_oracle_drafts_as_well_as_asked_and_has_a_bound(tmp_path):
     assert row["bound_ratio"] == result["rows"][0]["bound_ratio"] >= 1.0
 
 
-def test_a_drafter_is_trained_saved_and_used(tmp_path):
+def test_a_drafter_is_trained_saved_and_used(tmp_path, capsys):
     path = tmp_path / "drafter.safetensors"
-    result = run(tmp_path, "drafter", "--quick", f"--save={path}", "--learning_rate=0.01")
-    assert result["summary"]["rollouts"] == 2 * 2 * 8 and result["rows"][0]["step"] == 8
+    options = "--quick", f"--save={path}", "--held=0.5", f"--rollouts={tmp_path / 'kept.npz'}"
+    first, result = (run(tmp_path, "drafter", *options) for _ in range(2))
+    assert first["rows"][0]["acceptance_1"] == result["rows"][0]["acceptance_1"]  # read, not made
+    other = [*options, "--temperatures=0.3", f"--out={tmp_path / 'x'}", "--compilation_cache="]
+    assert bench.main(["drafter", "--model=tiny", *other]) == 2  # were not made so
+    assert "--temperatures '0.7,1.0' for '0.3'" in capsys.readouterr().err
+    assert result["summary"]["rollouts"] == 2 * 8 * 2 and result["rows"][0]["step"] == 8
     result = run(
         tmp_path, "rollout", "--quick", "--rows=2", "--group=2", "--tokens=4",
         f"--drafter={path}", "--methods=plain,learned:1:1:2",
@@ -155,7 +160,21 @@ def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
         (["rollout", "--drafter=oracle:2"], "--drafter is 'oracle:2'"),
         (["rollout", "--drafter=/no/such.safetensors", "--rows=2"], "cannot read the drafter"),
         (["drafter", "--save=x", "--temperatures=warm"], "--temperatures is 'warm'"),
-        (["drafter", "--save=x", "--steps=0"], "must be 1 or more"),
+        (["drafter", "--save=x", "--steps=0"], "--steps is 0; allowed: 1 or more"),
+        (["drafter", "--save=x", "--unroll=0"], "--unroll is 0; allowed: 1 to 16"),
+        (["drafter", "--save=x", "--learning_rate=nan"], "--learning_rate is nan"),
+        (["drafter", "--save=x", "--vocab=-1"], "--vocab is -1; allowed: 0 (all ids) or more"),
+        (["drafter", "--save=/"], "--save is '/', a folder"),
+        (["drafter", "--save=x", "--quick", "--rollouts=/no/x"], "there is no such folder"),
+        (["drafter", "--save=x", "--rollouts=/etc/passwd"], "which holds no rollouts"),
+        (["rollout", "--vocab=-3"], "--vocab is -3"),
+        (["rollout", "--quick", "--vocab=1", "--rows=2", "--methods=learned:2:2:4"], "2 children"),
+        (
+            ["rollout", "--quick", "--verify=rejection", "--rows=2", "--methods=learned:2:2:4"],
+            "more than chains",
+        ),
+        (["drafter", "--save=x", "--group=3"], "--group is 3; allowed: divisors of 8"),
+        (["drafter", "--save=x", "--held=1"], "--held is 1.0; allowed: 0 or more, below 1"),
         (["lossless", "--cases=tree"], "allowed: fastgrpo chain"),
         (["rollout", "--model=/no/such.gguf"], "no such file"),
     ],

@@ -48,7 +48,7 @@ def test_drafting_from_some_ids_is_drafting_from_all_with_the_others_impossible(
         return draft_eagle.propose(
             spec.eagle, w, state, jnp.arange(rows, dtype=jnp.int32), noise,
             jnp.ones(rows, jnp.float32), jnp.float32(1), strategy, shared,
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
     some = propose(decode.learned(weights), noise)
     assert set(np.asarray(some.tokens[:, 1:]).ravel()) <= set(ids.tolist())

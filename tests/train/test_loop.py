@@ -257,6 +257,9 @@ def answer(capsys, *argv):
         ("--config.rollout.strategy=learned:2:1:9", "nodes must lie in"),
         ("--config.rollout.controller=fast", "allowed: off, fixed, fastgrpo, beg_mab, goodput"),
         ("--config.rollout.strategies=oracle:2:1:3", "the oracle is for benches only"),
+        ("--config.rollout.verify=coin", "rollout.verify is 'coin'; allowed: draws, rejection"),
+        ("--config.drafter.token_loss=kl", "drafter.token_loss is 'kl'; allowed: ce, tv, lk"),
+        ("--config.drafter.unroll=0", "drafter.unroll is 0; allowed: 1 to 16"),
         (
             "--config.rollout.strategies=off,learned:2",
             "rollout.strategies: strategy is 'learned:2'",
@@ -287,6 +290,37 @@ def test_bad_input_has_one_clear_error_before_any_work(capsys, tmp_path, flag, m
     err = answer(capsys, "--config=tiny", f"--workdir={workdir}", *extra, flag)
     assert message in err
     assert not (workdir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(drafter__vocab=1), "drafter.vocab is 1, but learned:2:2:4 drafts 2 children"),
+        (dict(rollout__verify="rejection"), "may choose learned:2:2:4, which is no chain"),
+        (dict(rollout__verify="rejection", rollout__draft_noise="off"), "draft_noise is 'off'"),
+    ],
+)
+def test_settings_that_no_strategy_can_follow_are_refused_at_start(tmp_path, changes, message):
+    fixed = dict(rollout__controller="fixed", rollout__strategy="learned:2:2:4")
+    with pytest.raises(base.UserError, match=message):
+        loop.train(config(**fixed, **changes), tmp_path)
+
+
+def test_a_run_may_verify_by_rejection_and_unroll_its_drafter(tmp_path):
+    changes = dict(
+        rollout__controller="fixed", rollout__strategy="learned:2:1:3", rollout__verify="rejection",
+        drafter__unroll=2, drafter__token_loss="lk", steps=2,
+    )  # fmt: skip
+    loop.train(config(**changes), tmp_path)
+    last = metrics.read(tmp_path)[-1]
+    assert last["drafter/steps"] == 2 and 0 < last["drafter/acceptance"] < 1
+    assert last["spec/accept_length"] >= 1
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_refused_at_start(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(base.UserError, match="checkpoints cannot be a folder"):
+        loop.train(config(), tmp_path)
 
 
 @pytest.mark.parametrize(
