@@ -63,6 +63,8 @@ class Case(NamedTuple):
     controller: strategy.Controller
     plan: str  # of buckets
     few_ids: bool = False  # draft from two thirds of the ids that are emitted
+    last_first: bool = False  # where rows wait for a seat, the last prompts are admitted first
+    rejection: bool = False  # verified by rejection: equal tokens at T 0 alone
 
 
 def cases() -> list[Case]:
@@ -94,6 +96,9 @@ def cases() -> list[Case]:
         Case("fastgrpo tree of few ids", "fastgrpo", True, fixed("learned:3:3:8"), "b", True),
         Case("goodput", "fastgrpo", True, adaptive, "b"),
         Case("beg_mab", "fastgrpo", True, by_turns, "a"),
+        Case("waiting for a seat", "fastgrpo", True, switching, "c"),
+        Case("waiting in another order", "fastgrpo", True, adaptive, "c", last_first=True),
+        Case("rejection", "fastgrpo", True, fixed("learned:3:1:4"), "a", rejection=True),
     ]
 
 
@@ -112,10 +117,11 @@ def _chosen(names: str) -> list[Case]:
 
 
 def plans(rows: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Give the two bucket plans: (row ladder, slot step)."""
+    """Give the bucket plans: (row ladder, slot step). In the last one rows wait for a seat."""
     return {
         "a": (buckets.row_ladder(rows, str(max(rows // 4, 1))), 128),
         "b": (buckets.row_ladder(rows, f"{max(rows // 8, 1)},{max(rows // 2, 1)}"), 48),
+        "c": (buckets.row_ladder(max(rows // 3, 1)), 64),
     }
 
 
@@ -157,6 +163,8 @@ def run(args) -> int:
         drafters[kind] = (dataclasses.replace(config, dtype=args.dtype), params)
     for temperature in (0.0, 1.0):
         for case in chosen:
+            if case.rejection and temperature:
+                continue  # the same distribution, but not the same tokens
             began = time.perf_counter()
             done, batch = _decode(bench, case, drafters, plain, temperature)
             row = {"strategy": case.name, "temperature": temperature, "buckets": case.plan}
@@ -200,11 +208,15 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
     head, head_params = drafters[case.kind] if case else (None, None)
     controller = case.controller if case else common.plain()
     spec = decode.Spec(
-        bench.model.config, head, bench.args.group, shared_noise=case.shared_noise if case else True
+        bench.model.config,
+        head,
+        bench.args.group,
+        shared_noise=case.shared_noise if case else True,
+        rejection=bool(case and case.rejection),
     )
     name = case.name if case else "plain"
     if name not in bench.engines:  # both temperatures run the same programs
-        made = common.engine_for(spec, ladder, bench.limits, bench.stop, [controller], step)
+        made = common.engine_for(spec, ladder, bench.limits, bench.stop, [controller], step, rows)
         made.rounds = 4  # short blocks: many switches and compactions
         bench.engines[name] = made
     engine = bench.engines[name]
@@ -221,8 +233,10 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
         counts = draft_vocab.count(row for b in plain.values() for row in base.responses(b))
         ids = draft_vocab.rank(counts, -(-2 * len(counts) // 3), bench.model.config.vocab)
         weights = decode.with_draft_vocab(weights, ids)
+    places = tuple(range(len(bench.prompts)))
+    expected = tuple(map(float, places)) if case and case.last_first else None
     request = generate.Request(
-        bench.prompts, tuple(range(len(bench.prompts))), bench.args.seed, int(10 * temperature)
+        bench.prompts, places, bench.args.seed, int(10 * temperature), expected
     )
     settings = generate.Settings(temperature)
     done = generate.rollout(engine, weights, request, settings, bench.limits, controller)
