@@ -55,6 +55,7 @@ class PolicyConfig:
     o_bias: bool = False
     qk_norm: bool = False
     dtype: str = "float32"  # compute dtype; parameters may be kept wider
+    attention: str = "xla"  # xla | tpu | gpu | interpret: the kernel, see models/attention.py
 
 
 @dataclasses.dataclass(frozen=True)

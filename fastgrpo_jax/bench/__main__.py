@@ -58,7 +58,14 @@ def _check(args) -> None:
     """Refuse what no suite can use, before any work: numbers, and a result that cannot be kept."""
     from fastgrpo_jax import base
 
-    for name, least in (("seed", 0), ("repeats", 1), ("tokens", 1), ("group", 1), ("prompts", 1)):
+    for name, least in (
+        ("seed", 0),
+        ("repeats", 1),
+        ("warm", 1),
+        ("tokens", 1),
+        ("group", 1),
+        ("prompts", 1),
+    ):
         value = getattr(args, name, least)
         if not least <= value < 2**31 - 1:
             raise base.UserError(f"--{name} is {value}; allowed: {least} or more, below 2**31 - 1")

@@ -93,14 +93,17 @@ def check_length(model: load.LoadedModel, limits: generate.Limits) -> None:
         )
 
 
-def interleave(runs: dict[str, Callable[[int], float]], repeats: int) -> dict[str, list[float]]:
+def interleave(
+    runs: dict[str, Callable[[int], float]], repeats: int, warm: int = 1
+) -> dict[str, list[float]]:
     """Run every method once per repeat, in turn, so that a noisy machine hits all alike.
 
-    Each function is given the repeat's number and returns its own figure. A first unmeasured
-    call compiles.
+    Each function is given the repeat's number and returns its own figure. The first `warm` calls
+    are not measured: they compile, and let what adapts get to know its costs.
     """
-    for run in runs.values():
-        run(0)
+    for i in range(warm):
+        for run in runs.values():
+            run(-i)
     found: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(repeats):
         for name, run in runs.items():

@@ -63,6 +63,12 @@ def add_arguments(parser) -> None:
     parser.add_argument("--lengths", default="forced", choices=("forced", "natural"))
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=1,
+        help="unmeasured plays before; adaptive methods learn in them",
+    )
     parser.add_argument("--task", default="arithmetic", help="arithmetic, addition or FILE.jsonl")
     parser.add_argument(
         "--max_prompt", type=int, default=96, help="tokens; longer ones are skipped"
@@ -402,8 +408,9 @@ def measure(
             continue
         play = _player(bench, method, prompts, group, caps)
 
-        def timed(noise: int, play=play, method=method) -> float:
+        def timed(repeat: int, play=play, method=method) -> float:
             """Play until nothing compiles: the same noise takes the same buckets again."""
+            noise = repeat % 2**16  # of repeats before the first too
             done = play(noise)
             while done.compiled:
                 done = play(noise)
@@ -412,7 +419,7 @@ def measure(
             return common.response_tokens(done.batch) / seconds
 
         runs[method] = timed
-    found = common.interleave(runs, bench.args.repeats)
+    found = common.interleave(runs, bench.args.repeats, bench.args.warm)
     table = [_row(rows, method, found, last.get(method)) for method in methods]
     if bench.accept is not None:
         bound = _bound(bench, rows)

@@ -12,6 +12,8 @@ def get_config() -> config_dict.ConfigDict:
     c.model = config_dict.ConfigDict()
     c.model.name = "tiny"  # tiny | smollm2-135m | directory | .gguf file | hub id
     c.model.dtype = "float32"  # compute dtype: float32 | bfloat16 | float64; masters stay float32
+    # auto (fused on a TPU or GPU where that saves memory traffic) | xla | fused (a Pallas kernel)
+    c.model.attention = "auto"
 
     c.task = config_dict.ConfigDict()
     c.task.name = "addition"  # addition | arithmetic | FILE.jsonl | datasets:NAME[:SPLIT]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fastgrpo_jax import base
+from fastgrpo_jax.models.attention import attend
 
 _init = nn.initializers.normal(0.02)
 
@@ -91,24 +92,6 @@ def rotate(x: Float[Array, "B T N H"], angles) -> Float[Array, "B T N H"]:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attend(
-    q: Float[Array, "B T Q H"],
-    k: Float[Array, "B K S H"],
-    v: Float[Array, "B K S H"],
-    mask: Bool[Array, "B T S"],
-) -> Float[Array, "B T Q*H"]:
-    """Attend with grouped queries; a query sees the slots where its mask is True."""
-    rows, tokens, heads, dim = q.shape
-    kv = k.shape[1]
-    q = q.reshape(rows, tokens, kv, heads // kv, dim).swapaxes(1, 2).reshape(rows, kv, -1, dim)
-    scores = jnp.einsum("bkmh,bksh->bkms", q, k) * dim**-0.5
-    scores = scores.astype(at_least_float32(q.dtype))
-    seen = jnp.repeat(mask, heads // kv, axis=1)[:, None]
-    weights = jax.nn.softmax(jnp.where(seen, scores, jnp.finfo(scores.dtype).min), axis=-1)
-    out = jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v)
-    return out.reshape(rows, kv, tokens, -1).swapaxes(1, 2).reshape(rows, tokens, heads * dim)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with optional q/k/v bias and per-head q/k norm.
 
@@ -123,6 +106,7 @@ class Attention(nn.Module):
     o_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-6
+    kernel: str = "xla"  # see models/attention.py
 
     @nn.compact
     def __call__(
@@ -139,5 +123,5 @@ class Attention(nn.Module):
             q = RMSNorm(self.norm_eps, name="q_norm")(q)
             k = RMSNorm(self.norm_eps, name="k_norm")(k)
         k, v = remember(rotate(k, angles).swapaxes(1, 2), v.swapaxes(1, 2))
-        out = attend(rotate(q, angles), k, v, mask)
+        out = attend(rotate(q, angles), k, v, mask, self.kernel)
         return Linear(width, bias=self.o_bias, name="o")(out)

@@ -1,15 +1,18 @@
 """Load a policy by name: weights, tokenizer, and the set of tokens that end a response."""
 
+import dataclasses
 import importlib.util
 import pathlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import huggingface_hub
+import jax
 import jinja2
 import transformers
 
 from fastgrpo_jax import base
+from fastgrpo_jax.models import attention as attention_lib
 from fastgrpo_jax.models import gguf, hf, hf_config, tiny
 
 DTYPES = ("float32", "bfloat16", "float64")
@@ -31,14 +34,21 @@ class LoadedModel(NamedTuple):
     source: str
 
 
-def load(name: str, dtype: str = "float32", seed: int = 0) -> LoadedModel:
+def load(name: str, dtype: str = "float32", seed: int = 0, attention: str = "auto") -> LoadedModel:
     """Load `tiny`, `smollm2-135m`, a Hugging Face directory, a .gguf file or a hub id.
 
-    `dtype` is the compute dtype; `seed` draws the weights of `tiny`. Raises UserError for a
-    name that is none of these, a hub out of reach, and files that do not fit.
+    `dtype` is the compute dtype; `seed` draws the weights of `tiny`; `attention` is one of
+    `attention.SETTINGS`. Raises UserError for a name that is none of these, a hub out of reach,
+    and files that do not fit.
     """
     if dtype not in DTYPES:
         raise base.UserError(f"model.dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+    kernel = attention_lib.kernel_for(attention, jax.default_backend())
+    model = _open(name, dtype, seed)
+    return model._replace(config=dataclasses.replace(model.config, attention=kernel))
+
+
+def _open(name: str, dtype: str, seed: int) -> LoadedModel:
     path = pathlib.Path(name).expanduser()
     if name == "tiny":
         config = tiny.config(dtype)

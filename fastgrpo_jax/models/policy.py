@@ -30,6 +30,7 @@ class Block(nn.Module):
             c.o_bias,
             c.qk_norm,
             c.norm_eps,
+            c.attention,
             name="attn",
         )
         x += attention(layers.RMSNorm(c.norm_eps, name="attn_norm")(x), angles, mask, remember)

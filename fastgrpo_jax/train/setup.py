@@ -71,7 +71,7 @@ def prepare(c) -> Setup:
         max_terms=c.task.max_terms,
     )
     functions = rewards.load_rewards(c.reward.functions, c.reward.weights)
-    model = load.load(c.model.name, c.model.dtype, c.seed)
+    model = load.load(c.model.name, c.model.dtype, c.seed, c.model.attention)
     head, drafter, counts = _drafter(c, model.config)
     rendering = data.Rendering(
         model.tokenizer,
