@@ -36,9 +36,9 @@ def add_arguments(parser) -> None:
         "--max_prompt", type=int, default=96, help="tokens; longer ones are skipped"
     )
     parser.add_argument(
-        "--steps", type=int, default=400, help="updates, on 8 rollouts each, of unlike prompts"
+        "--steps", type=int, default=800, help="updates, on 8 rollouts each, of unlike prompts"
     )
-    parser.add_argument("--learning_rate", type=float, default=1e-3, help="falls to 0 by a cosine")
+    parser.add_argument("--learning_rate", type=float, default=3e-3, help="falls to 0 by a cosine")
     parser.add_argument("--feature_weight", type=float, default=0.2)
     parser.add_argument("--token_weight", type=float, default=1.0)
     parser.add_argument("--token_loss", default="ce", choices=distill.TOKEN_LOSSES)
