@@ -130,6 +130,8 @@ def draft(
 def _seen(mask, back: list[Int[Array, "A X"]]):
     """Build what step j sees, j being the last of `back`: [A, X, (j + 1) X]."""
     true, *path = back[::-1]  # j places before, j - 1, ..., 0
+    if not path:
+        return mask
     blocks = [_at(mask, true) & (true >= 0)[..., None]]
     blocks += [place[..., None] == jnp.arange(mask.shape[-1]) for place in path]
     return jnp.concatenate(blocks, axis=-1)
