@@ -1,4 +1,4 @@
-"""Measuring the machine: seconds of a forward and of a drafter's step, by number of tokens."""
+"""Measuring the machine: seconds of a forward and of a drafter's step, by their sizes."""
 
 import hashlib
 import os
@@ -12,7 +12,8 @@ from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
 from fastgrpo_jax.rollout import costs, decode
 
-SLOTS = 64  # a short cache: the curve is one of the weights' matmuls
+SLOTS = 128  # of a row's cache, at least
+ROWS = (1, 8, 64)  # rows of one token: what their caches add is straight between these
 # The ends first, then the middles, so that whenever time runs out the curve is spanned.
 SIZES = (1, 64, 8, 256, 2, 16, 32, 4, 128, 512)
 
@@ -34,13 +35,16 @@ def measure(
     began = clock()
     forward: dict[int, float] = {}
     draft: dict[int, float] = {}
+    rows: dict[int, float] = {}
     for size in sizes:
         if len(forward) >= 3 and clock() - began > budget_s:
             break
-        forward[size] = _policy_seconds(config, weights, size, repeats, clock)
+        forward[size] = _policy_seconds(config, weights, 1, size, repeats, clock)
+        if size in ROWS:
+            rows[size] = _policy_seconds(config, weights, size, 1, repeats, clock)
         if head is not None and weights.eagle is not None:
             draft[size] = _draft_seconds(head, weights, size, repeats, clock)
-    return costs.Table(device(), smooth(forward), smooth(draft))
+    return costs.Table(device(), smooth(forward), smooth(draft), smooth(rows))
 
 
 def smooth(curve: dict[int, float]) -> dict[int, float]:
@@ -68,14 +72,14 @@ def _shortest(run: Callable, repeats: int, clock) -> float:
     return best
 
 
-def _policy_seconds(config, weights, rows, repeats, clock) -> float:
-    """Time forwards of `rows` rows with one token each."""
-    tokens = jnp.zeros((rows, 1), jnp.int32)
-    cache = policy.new_cache(config, rows, SLOTS)
+def _policy_seconds(config, weights, rows, tokens, repeats, clock) -> float:
+    """Time forwards of so many rows with so many tokens each."""
+    ids = jnp.zeros((rows, tokens), jnp.int32)
+    cache = policy.new_cache(config, rows, max(SLOTS, tokens))
 
     def run():
         nonlocal cache
-        out, cache = decode.forward(config, weights.policy, tokens, cache)
+        out, cache = decode.forward(config, weights.policy, ids, cache)
         return out
 
     return _shortest(run, repeats, clock)
@@ -101,7 +105,7 @@ def cached(folder: str, about: str, make: Callable[[], costs.Table]) -> costs.Ta
     """
     if not folder:
         return make()
-    name = f"{device()} {about} {jax.__version__}"
+    name = f"{device()} {about} {jax.__version__} {costs.Table._fields}"
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     path = os.path.join(os.path.expanduser(folder), f"costs-{digest}.json")
     table = costs.load(path)

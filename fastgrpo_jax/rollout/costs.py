@@ -1,8 +1,9 @@
 """What a round costs: curves measured once per machine and model, and the choices that can pay.
 
-A verification of M nodes for B rows is matrix products over B * M tokens, so its seconds are
-read off the curve of one-token forwards at B * M rows; each drafted level adds one pass of the
-drafter. The blocks' own times correct both later (`goodput`).
+A verification of M nodes for B rows is matrix products over B * M tokens, read off the curve of
+one row with as many tokens, and attention to B caches, which is what B rows of one token take
+longer than one row of B; each drafted level adds one pass of the drafter. The blocks' own times
+correct all of it later (`goodput`).
 """
 
 import itertools
@@ -13,6 +14,8 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from fastgrpo_jax import base
 from fastgrpo_jax.rollout import strategy
 
@@ -21,27 +24,41 @@ LEVELS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # acceptances at which a choice ma
 
 
 class Table(NamedTuple):
-    """Seconds by number of tokens: of a forward of the policy, and of one of the drafter.
+    """Seconds by size: of forwards of the policy, and of the drafter.
 
     Attributes:
       device: kind and count of what was measured.
-      draft: empty without a learned drafter.
+      forward: by tokens of one row; strictly, of rows and nodes that share one cache.
+      draft: by rows of one node; empty without a learned drafter.
+      rows: by rows of one token; empty: their caches are taken to cost nothing.
     """
 
     device: str
     forward: dict[int, float]
     draft: dict[int, float]
+    rows: dict[int, float] = {}
 
 
 def seconds(table: Table, bucket: base.Bucket, choice: base.DraftStrategy) -> float:
     """Predict the seconds of a round.
 
-    forward(B * M) + depth * draft(B * width), the latter for the learned drafter only.
+    forward(B * M) + caches(B) + depth * draft(B * width), the last for the learned drafter only.
     """
-    total = _read(table.forward, bucket.rows * choice.nodes)
+    total = _read(table.forward, bucket.rows * choice.nodes) + _caches(table, bucket.rows)
     if choice.drafter in ("learned", "hybrid") and table.draft:
         total += choice.depth * _read(table.draft, bucket.rows * choice.width)
     return total
+
+
+def _caches(table: Table, rows: int) -> float:
+    """Read what attention to so many caches adds, straight between the sizes measured."""
+    if not table.rows:
+        return 0.0
+    sizes = sorted(table.rows)
+    extra = [max(table.rows[size] - _read(table.forward, size), 0.0) for size in sizes]
+    if rows > sizes[-1]:
+        return extra[-1] * rows / sizes[-1]
+    return float(np.interp(rows, sizes, extra))
 
 
 def _read(curve: Mapping[int, float], tokens: int) -> float:
@@ -127,7 +144,10 @@ def load(path: str | os.PathLike) -> Table | None:
         return None
     try:
         raw = json.loads(path.read_text())
-        curves = ({int(k): float(v) for k, v in raw[name].items()} for name in ("forward", "draft"))
+        curves = (
+            {int(k): float(v) for k, v in found.items()}
+            for found in (raw["forward"], raw["draft"], raw.get("rows", {}))
+        )
         table = Table(raw["device"], *curves)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise base.UserError(f"{path} is no cost table ({error}); remove it") from error

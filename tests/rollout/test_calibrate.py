@@ -20,6 +20,7 @@ def test_the_curves_hold_the_shortest_run_of_each_size():
         clock=lambda: float(next(ticks)),
     )  # fmt: skip
     assert table.forward == {1: 1.0, 2: 1.0, 4: 1.0} == table.draft
+    assert table.rows == {1: 1.0}  # of the sizes, those that are measured as rows too
     assert table.device == calibrate.device() and "cores" in table.device
     bare = calibrate.measure(
         toys.CONFIG,

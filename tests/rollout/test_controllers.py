@@ -226,6 +226,20 @@ def test_a_round_costs_its_tokens_and_its_drafted_levels():
     assert middle == pytest.approx(1.5 * (6.0 / 1.5) ** (1.0986122887 / 2.0794415417))
 
 
+def test_rows_of_their_own_cost_their_caches_whatever_they_verify():
+    table = TABLE._replace(rows={1: 1.0, 8: 2.5, 64: 14.0})
+
+    def extra(rows, text, table=table):
+        bucket, choice = base.Bucket(rows, 96), strategy.parse(text)
+        return costs.seconds(table, bucket, choice) - costs.seconds(TABLE, bucket, choice)
+
+    assert extra(1, "off") == 0.0
+    assert extra(8, "off") == extra(8, "learned:3:2:8") == 1.0  # 2.5 where one row takes 1.5
+    assert extra(36, "off") == extra(36, "ngram:3:1:4") == pytest.approx(4.5)  # from 1 to 8
+    assert extra(128, "off") == 16.0  # beyond the last: by rows
+    assert extra(8, "off", table._replace(rows={1: 1.0, 8: 1.2})) == 0.0  # measured unluckily
+
+
 def test_the_table_gives_the_knee():
     assert costs.c_peak(TABLE) == 64
     assert costs.c_peak(TABLE._replace(forward={1: 1.0, 2: 1.0, 4: 2.0})) == 2
@@ -270,8 +284,9 @@ def test_goodput_counts_by_depth_and_draws_to_the_prior():
 def test_a_table_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "a" / "costs.json"
     assert costs.load(path) is None
-    costs.save(path, TABLE)
-    assert costs.load(path) == TABLE
+    for table in (TABLE, TABLE._replace(rows={1: 1.0, 8: 2.5})):
+        costs.save(path, table)
+        assert costs.load(path) == table
     path.write_text('{"device": "x", "forward": {"1": 0.0}, "draft": {}}')
     with pytest.raises(base.UserError, match=r"costs\.json holds no positive seconds"):
         costs.load(path)
