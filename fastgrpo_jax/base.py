@@ -13,9 +13,12 @@ of dimension letters holds everywhere:
 """
 
 import dataclasses
+import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 Params = Any  # a nested dict of arrays, as Flax makes it
@@ -243,6 +246,11 @@ class TrainState(NamedTuple):
     drafter_opt_state: Any
     drafter_steps: Int[Array, ""]
     reference: Params  # frozen reference policy, None when beta is 0
+
+
+def prompt_key(ids: Sequence[int]) -> str:
+    """Tell prompts apart by their token ids, in what is remembered of them from step to step."""
+    return f"{zlib.crc32(np.asarray(ids, np.int64).tobytes()):08x}"
 
 
 def tree_bytes(tree: Any) -> int:

@@ -32,8 +32,10 @@ from fastgrpo_jax.rollout import (
     bandit,
     buckets,
     calibrate,
+    corpus,
     costs,
     decode,
+    draft_ngram,
     draft_oracle,
     draft_vocab,
     generate,
@@ -88,6 +90,12 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
     parser.add_argument("--tau", type=float, default=1.0, help="of a node's estimated acceptance")
+    parser.add_argument(
+        "--earlier",
+        type=int,
+        default=0,
+        help="answers to each prompt, from other noise, that the n-gram drafter looks in too",
+    )
     parser.add_argument("--max_rows", type=int, default=0, help="rows decoded at one time; 0: all")
     parser.add_argument("--show_costs", action="store_true", help="print the cost table")
     parser.add_argument("--measure_seconds", type=float, default=120.0, help="of the cost table")
@@ -151,8 +159,9 @@ def prepare(args) -> Bench:
         )
     if not 0 <= args.temperature < float("inf"):
         raise base.UserError(f"--temperature is {args.temperature}; allowed: 0 or more")
-    if args.vocab < 0:
-        raise base.UserError(f"--vocab is {args.vocab}; allowed: 0 (all ids) or more")
+    for name, meaning in (("vocab", " (all ids)"), ("earlier", "")):
+        if getattr(args, name) < 0:
+            raise base.UserError(f"--{name} is {getattr(args, name)}; allowed: 0{meaning} or more")
     try:
         strategy.parse(args.fixed)
     except base.UserError as error:
@@ -316,6 +325,8 @@ def _player(
     engine.keep_finished = method == "plain_nodrop"
     weights = bench.weights if "learned" in used else bench.weights._replace(eagle=None)
     plain = _player(bench, "plain", prompts, group, caps) if "oracle" in used else None
+    if "ngram" in used and args.earlier:
+        weights = weights._replace(earlier=_earlier(bench, prompts, group, spec.ngram_longest))
     memory: strategy.Memory = {}
 
     def play(noise: int) -> generate.Rollout:
@@ -335,6 +346,17 @@ def _player(
         return done
 
     return play
+
+
+def _earlier(bench: Bench, prompts, group: int, tail: int) -> draft_ngram.Earlier:
+    """Answer the prompts before, as an earlier epoch of a training would have."""
+    play, known = _player(bench, "plain", prompts, group), {}
+    bounds = {"answers": bench.args.earlier, "tokens": 2**31}
+    for i in range(-(-bench.args.earlier // group)):
+        known = corpus.learn(known, prompts, base.responses(play(2000 + i).batch), **bounds)
+    return corpus.recall(
+        known, prompts, answers=bench.args.earlier, tail=tail, width=bench.limits.total
+    )
 
 
 def play_plain(bench: Bench, rows: int) -> base.RolloutBatch:

@@ -67,7 +67,9 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.warmup = 0  # threads that compile all decode blocks at start; 0: each when it is met
     c.rollout.max_programs = 256  # compiled programs kept; the least recently used give way
     c.rollout.prefill_chunk = 32  # tokens of the one canonical prefill shape
-    c.rollout.ngram_max = 3  # longest suffix matched by the n-gram drafter
+    c.rollout.ngram_max = 5  # longest suffix matched by the n-gram drafter
+    c.rollout.ngram_earlier = 8  # newest earlier answers to a prompt that it also looks in; 0: none
+    c.rollout.ngram_memory = 500_000  # tokens of earlier answers kept, of all prompts
 
     c.drafter = config_dict.ConfigDict()
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none

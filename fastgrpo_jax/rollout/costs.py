@@ -36,7 +36,7 @@ class Table(NamedTuple):
     device: str
     forward: dict[int, float]
     draft: dict[int, float]
-    rows: dict[int, float] = {}
+    rows: dict[int, float]
 
 
 def seconds(table: Table, bucket: base.Bucket, choice: base.DraftStrategy) -> float:

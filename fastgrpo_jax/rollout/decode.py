@@ -47,7 +47,7 @@ class Spec:
     group: int
     shared_noise: bool = True
     rejection: bool = False
-    ngram_longest: int = 3
+    ngram_longest: int = 5
     depth_max: int = 8
     prefill_rows: int = 1
     prefill_chunk: int = 32
@@ -62,6 +62,7 @@ class Weights(NamedTuple):
     tau: Any = None  # temperature of a draft's estimated acceptance
     draft_ids: Any = None  # the draft vocabulary [W] and its head [W, E]; None: the whole
     draft_head: Any = None
+    earlier: Any = None  # earlier answers to the prompts, for the n-gram drafter
 
 
 def learned(weights: Weights) -> draft_eagle.Weights:
@@ -107,7 +108,12 @@ def _propose(spec, strategy, weights, state, view, noise):
         return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32)), None
     if strategy.drafter == "ngram":
         tokens = draft_ngram.propose(
-            state.sequences, state.rows, spec.group, strategy.depth, spec.ngram_longest
+            state.sequences,
+            state.rows,
+            spec.group,
+            strategy.depth,
+            spec.ngram_longest,
+            weights.earlier,
         )
         return tree.chain(view.root, tokens), None
     if strategy.drafter == "oracle":

@@ -3,10 +3,11 @@
 A running mean per prompt, told apart by its token ids; the oldest are forgotten.
 """
 
-import zlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+
+from fastgrpo_jax import base
 
 Lengths = dict[str, list[float]]  # prompt's hash: [mean tokens, responses]; JSON values only
 KEPT = 20_000  # prompts
@@ -14,7 +15,7 @@ KEPT = 20_000  # prompts
 
 def expect(seen: Lengths, prompts: Sequence[Sequence[int]]) -> tuple[float, ...]:
     """Estimate each prompt's response length; an unknown one gets the mean of the known."""
-    keys = [_key(p) for p in prompts]
+    keys = [base.prompt_key(p) for p in prompts]
     known = [seen[k][0] for k in keys if k in seen]
     usual = float(np.mean(known)) if known else 0.0
     return tuple(seen[k][0] if k in seen else usual for k in keys)
@@ -26,12 +27,8 @@ def learn(
     """Add each prompt's response lengths, given group by group."""
     seen = dict(seen)
     for prompt, group in zip(prompts, lengths):
-        key = _key(prompt)
+        key = base.prompt_key(prompt)
         mean, count = seen.pop(key, [0.0, 0.0])
         total = count + len(group)
         seen[key] = [mean + (float(np.sum(group)) - mean * len(group)) / total, float(total)]
     return dict(list(seen.items())[-KEPT:])
-
-
-def _key(prompt: Sequence[int]) -> str:
-    return f"{zlib.crc32(np.asarray(prompt, np.int64).tobytes()):08x}"

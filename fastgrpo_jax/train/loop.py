@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import calibrate, costs, draft_vocab, generate, strategy
+from fastgrpo_jax.rollout import calibrate, corpus, costs, draft_vocab, generate, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 from fastgrpo_jax.train import checkpoint, data, grpo, lengths, metrics, report, rewards
 from fastgrpo_jax.train import setup as setup_lib
@@ -95,6 +95,7 @@ class Memory(NamedTuple):
     controller: dict[str, Any]  # what the rollout's controller has seen
     counts: dict[str, int]  # of each token id emitted so far, for the draft vocabulary
     lengths: lengths.Lengths  # of each prompt's responses, where rows wait for a seat
+    corpus: corpus.Corpus  # earlier answers, where the n-gram drafter may be chosen
     source: str  # fingerprint of the data and of the rewards' files
 
 
@@ -119,7 +120,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = Memory(0, 0, {}, setup.counts, {}, "")
+    memory = Memory(0, 0, {}, setup.counts, {}, {}, "")
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
         if extra.keys() != set(Memory._fields):
@@ -140,6 +141,9 @@ def train(c, workdir: str | os.PathLike) -> None:
     if c.rollout.warmup:
         say(f"compiling the decode blocks, {c.rollout.warmup} at a time")
         weights = setup_lib.weights(c, setup, state, memory.counts)
+        if setup_lib.looks_back(c, engine, controller):
+            nobody = [()] * c.task.prompts_per_step
+            weights = weights._replace(earlier=setup_lib.recall(c, engine, {}, nobody))
         generate.warm_up(engine, weights, controller, c.rollout.warmup)
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
@@ -242,6 +246,10 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     weights = setup_lib.weights(c, setup, state, memory.counts)
     ids = tuple(p.ids for p in prompts)
     waits = run.engine.total > run.engine.rows[-1]
+    looks_back = setup_lib.looks_back(c, run.engine, run.controller)
+    if looks_back:
+        earlier = setup_lib.recall(c, run.engine, memory.corpus, ids)
+        weights = weights._replace(earlier=earlier)
 
     def look(live: int) -> None:
         run.signals.check()
@@ -304,6 +312,7 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
             lengths=lengths.learn(memory.lengths, ids, said.reshape(len(ids), -1).tolist())
             if waits
             else {},
+            corpus=setup_lib.remember(c, memory.corpus, ids, batch) if looks_back else {},
         ),
     )
 

@@ -17,8 +17,10 @@ from fastgrpo_jax.models import eagle, eagle_file, load
 from fastgrpo_jax.rollout import (
     bandit,
     buckets,
+    corpus,
     costs,
     decode,
+    draft_ngram,
     draft_vocab,
     generate,
     goodput,
@@ -272,6 +274,28 @@ def weights(c, setup: Setup, state: base.TrainState, counts: dict[str, int]) -> 
     return decode.with_draft_vocab(made, ids)
 
 
+def looks_back(c, engine: generate.Engine, controller: strategy.Controller) -> bool:
+    """Say whether earlier answers to a prompt are of use: to the n-gram drafter alone."""
+    possible = [choice for rows in engine.rows for choice in controller.possible(rows)]
+    return c.rollout.ngram_earlier > 0 and any(x.drafter == "ngram" for x in possible)
+
+
+def recall(c, engine: generate.Engine, said: corpus.Corpus, prompts) -> draft_ngram.Earlier:
+    """Lay out earlier answers to the prompts of a rollout."""
+    r = c.rollout
+    return corpus.recall(
+        said, prompts, answers=r.ngram_earlier, tail=r.ngram_max, width=engine.max_length
+    )
+
+
+def remember(c, said: corpus.Corpus, prompts, batch: base.RolloutBatch) -> corpus.Corpus:
+    """Add a finished rollout's answers to the earlier ones."""
+    r = c.rollout
+    return corpus.learn(
+        said, prompts, base.responses(batch), answers=r.ngram_earlier, tokens=r.ngram_memory
+    )
+
+
 _POSITIVE = (
     "steps",
     "task.prompts_per_step",
@@ -298,6 +322,8 @@ _NOT_NEGATIVE = (
     "rollout.measure_seconds",
     "rollout.max_rows",
     "rollout.warmup",
+    "rollout.ngram_earlier",
+    "rollout.ngram_memory",
     "drafter.vocab",
     "log.completions_per_step",
 )
@@ -315,6 +341,7 @@ _CHOICES = {
 _AT_MOST = {
     "seed": 2**31 - 2,
     "rollout.ngram_max": 32,
+    "rollout.ngram_earlier": 1024,
     "rollout.depth_max": strategy.DEEPEST,
     "rollout.n_max": strategy.MOST_NODES,
     "rollout.width_max": 64,

@@ -52,9 +52,9 @@ def test_forced_lengths_have_the_tail_of_the_real_ones():
 
 def test_the_simulation_waits_for_the_slowest_device():
     """With a flat cost every round costs 1, so plain time is the longest response."""
-    flat = costs.Table("toy", {1: 1.0, 4096: 1.0}, {})
+    flat = costs.Table("toy", {1: 1.0, 4096: 1.0}, {}, {})
     found = tail.simulate(flat, 8, 100, 4, 1.0, 0)
     assert found["ratio_vs_plain"] == pytest.approx(9.0)  # chains of 8, all accepted
     assert found["ratio_vs_nodrop"] == pytest.approx(9.0)
-    steep = costs.Table("toy", {1: 1.0, 4096: 4096.0}, {})
+    steep = costs.Table("toy", {1: 1.0, 4096: 4096.0}, {}, {})
     assert tail.simulate(steep, 8, 100, 4, 1.0, 0)["ratio_vs_plain"] == pytest.approx(1.0)

@@ -52,7 +52,7 @@ def test_a_table_is_measured_once_for_each_kind_of_model(tmp_path):
 
     def make():
         made.append(1)
-        return costs.Table("toy", {1: 1.0}, {})
+        return costs.Table("toy", {1: 1.0}, {}, {})
 
     for about in ("a", "a", "b"):
         assert calibrate.cached(str(tmp_path), about, make).forward == {1: 1.0}

@@ -210,7 +210,7 @@ def test_the_bandits_groups_give_few_rows_many_tokens():
     assert len(bandit.controller(arms).possible(1)) == 2  # at least two: off is one
 
 
-TABLE = costs.Table("toy", {1: 1.0, 8: 1.5, 64: 6.0, 256: 24.0}, {1: 0.1, 64: 0.4})
+TABLE = costs.Table("toy", {1: 1.0, 8: 1.5, 64: 6.0, 256: 24.0}, {1: 0.1, 64: 0.4}, {})
 
 
 def test_a_round_costs_its_tokens_and_its_drafted_levels():

@@ -10,8 +10,8 @@ from fastgrpo_jax.rollout import draft_ngram
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
-def compiled(sequences, rows, group, depth, longest):
-    return draft_ngram.propose(sequences, rows, group, depth, longest)
+def compiled(sequences, rows, group, depth, longest, earlier=None):
+    return draft_ngram.propose(sequences, rows, group, depth, longest, earlier)
 
 
 def sequences(lines, span):
@@ -26,19 +26,28 @@ def sequences(lines, span):
     )
 
 
-def propose(lines, rows, group, depth, longest, span=14):
-    out = compiled(sequences(lines, span), jnp.asarray(rows, jnp.int32), group, depth, longest)
+def propose(lines, rows, group, depth, longest, span=14, earlier=None):
+    known = None
+    if earlier is not None:  # P prompts with E texts each
+        flat = sequences([text for texts in earlier for text in texts], span)
+        shape = (len(earlier), len(earlier[0]))
+        known = draft_ngram.Earlier(flat.tokens.reshape(*shape, span), flat.length.reshape(shape))
+    out = compiled(
+        sequences(lines, span), jnp.asarray(rows, jnp.int32), group, depth, longest, known
+    )
     assert out.shape == (len(rows), depth) and out.dtype == jnp.int32
     return np.asarray(out)
 
 
-def longhand(lines, row, group, depth, longest):
-    """Try every place of every member; rank by match, own before sibling, late before early."""
+def longhand(lines, row, group, depth, longest, earlier=()):
+    """Try every place of every text; rank by match, then own before sibling before earlier ones,
+    then late before early."""
     own = lines[row]
     best = None
     first = row // group * group
-    for member in range(first, first + group):
-        text = lines[member]
+    texts = [*lines[first : first + group], *(earlier[row // group] if earlier else ())]
+    for member, text in enumerate(texts):
+        near = (member < group) + (member == row - first)
         for end in range(len(text) - 1):
             match = 0
             while (
@@ -46,7 +55,7 @@ def longhand(lines, row, group, depth, longest):
                 and text[end - match] == own[len(own) - 1 - match]
             ):
                 match += 1
-            rank = (match, member == row, end, -member)
+            rank = (match, near, end, -member)
             if match and (best is None or rank > best[0]):
                 best = (rank, text[end + 1 : end + 1 + depth])
     found = list(best[1]) if best else []
@@ -65,6 +74,25 @@ def test_proposals_are_those_of_trying_every_place(group, longest, depth):
         ours = propose(lines, np.arange(rows), group, depth, longest)
         for r in range(rows):
             assert list(ours[r]) == longhand(lines, r, group, depth, longest), (lines, r)
+
+
+@pytest.mark.parametrize("count", (1, 3))
+def test_earlier_answers_are_looked_in_last(count):
+    rng = np.random.default_rng(count)
+
+    def text(least):
+        return [int(t) for t in rng.integers(0, 3, rng.integers(least, 15))]
+
+    helped = 0
+    for _ in range(60):
+        lines = [text(1) for _ in range(4)]
+        earlier = [[text(0) for _ in range(count)] for _ in range(2)]
+        ours = propose(lines, np.arange(4), 2, 3, 4, earlier=earlier)
+        alone = propose(lines, np.arange(4), 2, 3, 4)
+        helped += int((ours != alone).any(axis=1).sum())
+        for r in range(4):
+            assert list(ours[r]) == longhand(lines, r, 2, 3, 4, earlier), (lines, earlier, r)
+    assert helped > 20
 
 
 def one(own, siblings=(), depth=3, longest=3, span=14):

@@ -102,6 +102,34 @@ def test_an_adaptive_run_resumes_with_what_its_controller_had_seen(tmp_path, tim
     assert all(row["compile/unexpected"] == 0 for row in metrics.read(halves))
 
 
+def test_earlier_answers_to_a_prompt_raise_what_the_ngram_drafter_gets_right(tmp_path):
+    """Two prompts again and again, greedily: from the second epoch on the answers are known."""
+    rows = [{"prompt": f"{a} + {a} =", "answer": str(2 * a)} for a in (3, 4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ngrams = dict(
+        task__name=tmp_path / "rows.jsonl",
+        task__prompts_per_step=2,
+        sampling__temperature=0,
+        rollout__controller="fixed",
+        rollout__strategy="ngram:3:1:4",
+        drafter__kind="none",
+    )
+    whole, halves, alone = (tmp_path / name for name in ("whole", "halves", "alone"))
+    loop.train(config(**ngrams), whole)
+    loop.train(config(steps=2, **ngrams), halves)
+    loop.train(config(**ngrams), halves)
+    assert timeless(whole) == timeless(halves)
+    assert metrics.read(whole)[-1]["compile/unexpected"] == 0
+    loop.train(config(rollout__ngram_earlier=0, **ngrams), alone)
+    said = [(w / "completions.jsonl").read_text() for w in (whole, alone)]
+    assert said[0] == said[1]
+    with_, without = (
+        [row["spec/accept_length"] for row in metrics.read(w)] for w in (whole, alone)
+    )
+    assert with_[0] == without[0]
+    assert min(with_[1:]) > max(without) + 0.2
+
+
 def test_rows_that_wait_for_a_seat_change_nothing_that_is_learned(straight, tmp_path):
     """Eight rows through three seats: the same tokens, rewards and (over a resume) lengths."""
     waiting = dict(rollout__max_rows=3, rollout__row_buckets="1")
