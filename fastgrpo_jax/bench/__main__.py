@@ -33,6 +33,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--out", required=True, help="JSON file to write")
     parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m, a directory, a .gguf")
+    parser.add_argument(
+        "--weights",
+        default="own",
+        choices=("own", "random"),
+        help="random: only the model's shape is used, drawn from the seed; a config.json will do",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--compilation_cache", default="~/.cache/fastgrpo_jax", help="folder; empty: none"

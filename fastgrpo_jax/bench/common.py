@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle, load
+from fastgrpo_jax.models import eagle
+from fastgrpo_jax.models import load as load_lib
 from fastgrpo_jax.rollout import decode, generate, strategy
 from fastgrpo_jax.train import data, distill, drafter, forward, optim
 from fastgrpo_jax.train.layout import StepBatch
 
 
-def write(out: str, suite: str, args, model: load.LoadedModel, rows: list, summary: dict) -> None:
+def write(
+    out: str, suite: str, args, model: load_lib.LoadedModel, rows: list, summary: dict
+) -> None:
     """Write a suite's result in the frame that all suites have, atomically."""
     device = jax.devices()[0]
     result = {
@@ -72,7 +75,7 @@ def open_task(name: str, seed: int) -> data.Task:
     return data.open_task(name, seed=seed, shuffle=False, max_operand=20, max_terms=5)
 
 
-def chat_prompts(model: load.LoadedModel, task: data.Task, count: int, limit: int):
+def chat_prompts(model: load_lib.LoadedModel, task: data.Task, count: int, limit: int):
     """Render the first prompts of a task that have at most `limit` tokens."""
     rendering = data.Rendering(
         model.tokenizer, "", bool(model.tokenizer.chat_template), limit, "drop"
@@ -84,7 +87,12 @@ def chat_prompts(model: load.LoadedModel, task: data.Task, count: int, limit: in
     return tuple(p.ids for p in prompts)
 
 
-def check_length(model: load.LoadedModel, limits: generate.Limits) -> None:
+def load(args, dtype: str) -> load_lib.LoadedModel:
+    """Load the model that the options name, in a compute dtype."""
+    return load_lib.load(args.model, dtype, args.seed, weights=args.weights)
+
+
+def check_length(model: load_lib.LoadedModel, limits: generate.Limits) -> None:
     """Refuse sequences that the model has no positions for."""
     if limits.total > model.config.max_positions:
         raise base.UserError(
@@ -131,7 +139,7 @@ class Lessons(NamedTuple):
 
 
 def read_lessons(
-    model: load.LoadedModel,
+    model: load_lib.LoadedModel,
     kind: str,
     batches: list[base.RolloutBatch],
     group: int,
@@ -184,7 +192,7 @@ def train_drafter(
 
 
 def quick_drafter(
-    model: load.LoadedModel, kind: str, batches: list[base.RolloutBatch], steps: int, seed: int,
+    model: load_lib.LoadedModel, kind: str, batches: list[base.RolloutBatch], steps: int, seed: int,
     group: int,
 ) -> tuple[base.EagleConfig, base.Params, float]:  # fmt: skip
     """Train a drafter by FastGRPO's loss for a few steps, as the suites need one."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
-from fastgrpo_jax.models import eagle, eagle_file, load
+from fastgrpo_jax.models import eagle, eagle_file
 from fastgrpo_jax.rollout import buckets, decode, draft_vocab, generate
 from fastgrpo_jax.train import distill, drafter, optim
 
@@ -81,7 +81,7 @@ def run(args) -> int:
     except base.UserError as error:  # which names the keys of a run's config
         text = str(error).replace("drafter.", "--").replace("optim.", "--")
         raise base.UserError(text) from error
-    model = load.load(args.model, "float32", args.seed)
+    model = common.load(args, "float32")
     rollouts = _rollouts(args, model)
     held, taught = _cut(rollouts, args)
     if not taught:

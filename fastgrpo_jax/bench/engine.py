@@ -56,7 +56,7 @@ def run(args) -> int:
     need = 8 + args.rounds * max(c.depth + 1 for c in choices) + max(c.span for c in choices)
     if args.slots < need:
         raise base.UserError(f"--slots is {args.slots}; these rounds need {need} or more")
-    model = load.load(args.model, args.dtype, args.seed)
+    model = common.load(args, args.dtype)
     head = eagle.config_for(model.config, args.kind)
     params = eagle.init(jax.random.key(args.seed + 1), head)
     weights = decode.Weights(jax.tree.map(jnp.asarray, model.params), params, None, jnp.float32(1))

@@ -184,7 +184,7 @@ def run(args) -> int:
 
 
 def _open(args) -> Bench:
-    model = load.load(args.model, args.dtype, args.seed)
+    model = common.load(args, args.dtype)
     params, stop = model.params, ()
     if args.model == "tiny":
         # Random weights give flat logits, on which nothing repeats; and let rows end early by a

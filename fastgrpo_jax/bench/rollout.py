@@ -192,7 +192,7 @@ def _open(args, sizes, methods) -> Bench:
             f"--drafter is {args.drafter!r}; allowed: train:STEPS, random, none, "
             "FILE.safetensors, oracle:ACCEPTANCE such as oracle:0.8"
         )
-    model = load.load(args.model, args.dtype, args.seed)
+    model = common.load(args, args.dtype)
     count = max(-(-rows // min(args.group, rows)) for rows in sizes)
     prompts = common.chat_prompts(
         model, common.open_task(args.task, args.seed), count, args.max_prompt

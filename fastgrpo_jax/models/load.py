@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import huggingface_hub
@@ -34,17 +34,24 @@ class LoadedModel(NamedTuple):
     source: str
 
 
-def load(name: str, dtype: str = "float32", seed: int = 0, attention: str = "auto") -> LoadedModel:
+def load(
+    name: str,
+    dtype: str = "float32",
+    seed: int = 0,
+    attention: str = "auto",
+    weights: str = "own",
+) -> LoadedModel:
     """Load `tiny`, `smollm2-135m`, a Hugging Face directory, a .gguf file or a hub id.
 
     `dtype` is the compute dtype; `seed` draws the weights of `tiny`; `attention` is one of
-    `attention.SETTINGS`. Raises UserError for a name that is none of these, a hub out of reach,
-    and files that do not fit.
+    `attention.SETTINGS`. With `weights="random"` only the shape is that of the model: a directory
+    with nothing but a config.json will do, and gets the characters of `tiny` for tokens. Raises
+    UserError for a name that is none of these, a hub out of reach, and files that do not fit.
     """
     if dtype not in DTYPES:
         raise base.UserError(f"model.dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
     kernel = attention_lib.kernel_for(attention, jax.default_backend())
-    model = _open(name, dtype, seed)
+    model = (_open_shape if weights == "random" else _open)(name, dtype, seed)
     return model._replace(config=dataclasses.replace(model.config, attention=kernel))
 
 
@@ -68,6 +75,22 @@ def _open(name: str, dtype: str, seed: int) -> LoadedModel:
             raise base.UserError(f"model.name is {name!r}: there is no such file")
         return _load_gguf(path, dtype)
     return _load_directory(_download(name), dtype, f"hub: {name}")
+
+
+def _open_shape(name: str, dtype: str, seed: int) -> LoadedModel:
+    """Make a model of a shape that is known by name, its weights drawn from the seed."""
+    if name in ("tiny", "smollm2-135m") or name.endswith(".gguf"):
+        known = _open(name, dtype, seed)
+        params, source = tiny.params(known.config, seed), f"{name}, random from seed {seed}"
+        return known._replace(params=params, source=source)
+    path = pathlib.Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        path = _download(name, ["*.json", "*.jinja"])
+    config = hf_config.policy_config(hf_config.read_json(path / "config.json"), dtype)
+    known_tokens = (path / "tokenizer.json").is_file()
+    tokenizer = _tokenizer(path) if known_tokens else tiny.tokenizer()
+    source = f"{name}, random from seed {seed}"
+    return _finish(config, tiny.params(config, seed), tokenizer, [], source)
 
 
 def stop_tokens(tokenizer: Any, declared: Iterable[int]) -> tuple[int, ...]:
@@ -123,13 +146,17 @@ def _load_directory(directory: pathlib.Path, dtype: str, source: str) -> LoadedM
     if not (directory / "tokenizer.json").is_file():
         raise base.UserError(f"{directory} has no tokenizer.json (a fast tokenizer is needed)")
     config = hf_config.policy_config(raw, dtype)
-    # Not AutoTokenizer: its classes rebuild the pre-tokenizer and ignore the file's (for SmolLM2
-    # the splitting of digits is lost).
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    tokenizer = _tokenizer(directory)
     declared = _ends(raw)
     if (directory / "generation_config.json").is_file():
         declared += _ends(hf_config.read_json(directory / "generation_config.json"))
     return _finish(config, hf.read_params(directory, config), tokenizer, declared, source)
+
+
+def _tokenizer(directory: pathlib.Path) -> Any:
+    # Not AutoTokenizer: its classes rebuild the pre-tokenizer and ignore the file's (for SmolLM2
+    # the splitting of digits is lost).
+    return transformers.PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 def _ends(raw: dict[str, Any]) -> list[int]:
@@ -154,11 +181,13 @@ def _smollm2() -> pathlib.Path:
     return pathlib.Path(spec.submodule_search_locations[0]) / file
 
 
-def _download(name: str) -> pathlib.Path:
+def _download(
+    name: str, patterns: Sequence[str] = ("*.json", "*.safetensors", "*.jinja")
+) -> pathlib.Path:
     try:
         found = huggingface_hub.snapshot_download(
             name,
-            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+            allow_patterns=list(patterns),
             ignore_patterns=["*/*"],
         )
     except (OSError, ValueError) as e:

@@ -38,7 +38,14 @@ def test_a_difference_is_counted_and_a_near_tie_is_told_from_a_wrong_token():
     import numpy as np
 
     args = argparse.Namespace(
-        dtype="float32", seed=0, prompts=1, group=2, tokens=6, model="tiny", train_steps=0
+        dtype="float32",
+        seed=0,
+        prompts=1,
+        group=2,
+        tokens=6,
+        model="tiny",
+        train_steps=0,
+        weights="own",
     )
     opened = lossless._open(args)
     _, plain = lossless._decode(opened, None, {}, {}, 1.0)

@@ -100,6 +100,26 @@ def test_a_directory_gives_back_what_was_saved(tmp_path):
     assert model.source == str(tmp_path)
 
 
+def test_random_weights_need_nothing_but_a_shape(tmp_path, monkeypatch):
+    """A directory with a config.json alone; a model that is known keeps its own tokens."""
+    export(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text())
+    whole = load.load(str(tmp_path), weights="random", seed=3)
+    jax.tree.map(np.testing.assert_array_equal, whole.params, tiny.params(whole.config, 3))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shape |= {"num_hidden_layers": 3, "vocab_size": 128, "eos_token_id": None}
+    (bare / "config.json").write_text(json.dumps(shape))
+    model = load.load(str(bare), "bfloat16", weights="random")
+    assert model.config.layers == 3 and model.params["embed"].shape == (128, 64)
+    assert model.config.dtype == "bfloat16"
+    assert model.tokenizer("1 + 2")["input_ids"] == tiny.tokenizer()("1 + 2")["input_ids"]
+    assert model.stop_tokens == (2,) and "random" in model.source
+    with pytest.raises(base.UserError, match="no config.json|no model of that id"):
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        load.load(str(tmp_path / "nothing"), weights="random")
+
+
 def test_the_file_decides_how_text_is_cut_not_a_tokenizer_class(tmp_path):
     """A class named in tokenizer_config.json must not rebuild the pre-tokenizer."""
     words = ["1", "2", "12", "Ġ", "<|im_end|>"]
