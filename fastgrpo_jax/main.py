@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
     try:
         config, workdir = configs.from_command_line(argv)
         _prepare_jax(config)
-        from fastgrpo_jax.train import loop
+        from fastgrpo_jax.train import loop, signals
 
         try:
             signal.signal(signal.SIGTERM, _interrupt)
             loop.train(config, workdir)
-        except (loop.Interrupted, KeyboardInterrupt) as stop:
+        except (signals.Interrupted, KeyboardInterrupt) as stop:
             name = str(stop) or "SIGINT"
             print(
                 f"\nstopped by {name}; the finished steps are saved. To resume:\n"

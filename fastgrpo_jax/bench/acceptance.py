@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.bench import common, rollout
-from fastgrpo_jax.rollout import decode
+from fastgrpo_jax.bench import common, players, rollout
+from fastgrpo_jax.rollout import decode, speculate
 
 LOW_TV = 0.4  # pairs at most so far apart are also told apart
 
@@ -53,10 +53,10 @@ def run(args) -> int:
             raise base.UserError(f"--{name} is {getattr(args, name)}; allowed: 1 or more")
     if args.temperature <= 0:
         raise base.UserError(f"--temperature is {args.temperature}; allowed: above 0")
-    bench = rollout.prepare(args)
+    bench = players.prepare(args)
     if bench.head is None:
         raise base.UserError(f"--drafter is {args.drafter!r}; allowed: train:STEPS, random, FILE")
-    batch = rollout.play_plain(bench, common.integers(args.rows)[0])
+    batch = players.play_plain(bench, common.integers(args.rows)[0])
     rows = []
     for depth, pairs in enumerate(_pairs(bench, batch, args.depth, args.pairs, args.seed), 1):
         found = _compare(bench, pairs, widths, args)
@@ -83,7 +83,7 @@ def _pairs(bench, batch: base.RolloutBatch, depth: int, count: int, seed: int) -
     """Read a rollout by the policy and, at every depth, by the drafter."""
     tokens = jnp.asarray(batch.tokens)
     read = decode.read_chain(
-        bench.model.config, bench.head, decode.learned(bench.weights), bench.weights.policy,
+        bench.model.config, bench.head, speculate.learned(bench.weights), bench.weights.policy,
         tokens, depth,
     )  # fmt: skip
     # The token at place i is drawn from the feature at i - 1; the drafter speaks of it from the

@@ -18,7 +18,8 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle
 from fastgrpo_jax.models import load as load_lib
-from fastgrpo_jax.rollout import decode, generate, strategy
+from fastgrpo_jax.rollout import decode, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import data, distill, drafter, forward, optim
 from fastgrpo_jax.train.layout import StepBatch
 
@@ -92,7 +93,7 @@ def load(args, dtype: str) -> load_lib.LoadedModel:
     return load_lib.load(args.model, dtype, args.seed, weights=args.weights)
 
 
-def check_length(model: load_lib.LoadedModel, limits: generate.Limits) -> None:
+def check_length(model: load_lib.LoadedModel, limits: engine_lib.Limits) -> None:
     """Refuse sequences that the model has no positions for."""
     if limits.total > model.config.max_positions:
         raise base.UserError(
@@ -206,7 +207,7 @@ def plain() -> strategy.Controller:
     return strategy.constant("plain", base.PLAIN)
 
 
-def cast(weights: decode.Weights, dtype: str) -> decode.Weights:
+def cast(weights: speculate.Weights, dtype: str) -> speculate.Weights:
     """Cast the weights to a compute dtype."""
     policy, head = decode.cast((weights.policy, weights.eagle), jnp.dtype(dtype))
     return weights._replace(policy=policy, eagle=head)
@@ -218,17 +219,17 @@ def response_tokens(batch: base.RolloutBatch) -> int:
 
 
 def engine_for(
-    spec: decode.Spec,
+    spec: speculate.Spec,
     rows: tuple[int, ...],
-    limits: generate.Limits,
+    limits: engine_lib.Limits,
     stop,
     controllers,
     slot_step,
     total: int = 0,
-) -> generate.Engine:
+) -> engine_lib.Engine:
     """Lay out an engine for all of some controllers."""
     spans = [s.span for c in controllers for r in rows for s in c.possible(r)]
-    return generate.make_engine(
+    return engine_lib.make_engine(
         spec,
         rows=rows,
         total=total,

@@ -17,7 +17,8 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import eagle, eagle_file
-from fastgrpo_jax.rollout import buckets, decode, draft_vocab, generate
+from fastgrpo_jax.rollout import buckets, draft_vocab, generate, speculate
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import distill, drafter, optim
 
 
@@ -198,16 +199,16 @@ def _answers(args, model, name: str, temperature: float) -> list[base.RolloutBat
     prompts = common.chat_prompts(
         model, common.open_task(name, args.seed + 1), args.prompts, args.max_prompt
     )
-    limits = generate.Limits(args.max_prompt, args.tokens, args.max_prompt + args.tokens)
+    limits = engine_lib.Limits(args.max_prompt, args.tokens, args.max_prompt + args.tokens)
     engine = common.engine_for(
-        decode.Spec(model.config, None, args.group),
+        speculate.Spec(model.config, None, args.group),
         buckets.row_ladder(at_once * args.group),
         limits,
         model.stop_tokens,
         [common.plain()],
         64,
     )
-    weights = decode.Weights(jax.tree.map(jax.numpy.asarray, model.params))
+    weights = speculate.Weights(jax.tree.map(jax.numpy.asarray, model.params))
     found = []
     for at in range(0, len(prompts) - at_once + 1, at_once):
         some = prompts[at : at + at_once]

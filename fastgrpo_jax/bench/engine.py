@@ -18,7 +18,8 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import eagle, load, policy
-from fastgrpo_jax.rollout import decode, draft_vocab, generate, strategy
+from fastgrpo_jax.rollout import decode, draft_vocab, generate, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 
 
 def add_arguments(parser) -> None:
@@ -42,7 +43,7 @@ class Bench(NamedTuple):
     args: object
     model: load.LoadedModel
     head: base.EagleConfig
-    weights: decode.Weights
+    weights: speculate.Weights
 
 
 def run(args) -> int:
@@ -59,7 +60,9 @@ def run(args) -> int:
     model = common.load(args, args.dtype)
     head = eagle.config_for(model.config, args.kind)
     params = eagle.init(jax.random.key(args.seed + 1), head)
-    weights = decode.Weights(jax.tree.map(jnp.asarray, model.params), params, None, jnp.float32(1))
+    weights = speculate.Weights(
+        jax.tree.map(jnp.asarray, model.params), params, None, jnp.float32(1)
+    )
     weights = common.cast(weights, args.dtype)
     if 0 < args.vocab < model.config.vocab:
         ids = draft_vocab.rank({}, args.vocab, model.config.vocab)
@@ -94,8 +97,8 @@ def _block(bench: Bench, rows: int, choice: base.DraftStrategy) -> Callable[[int
     """Make the function that times a block; it returns seconds of a round."""
     args, config = bench.args, bench.model.config
     learned = choice.drafter == "learned"
-    limits = generate.Limits(8, args.slots, args.slots + 8)
-    spec = decode.Spec(config, bench.head if learned else None, rows)
+    limits = engine_lib.Limits(8, args.slots, args.slots + 8)
+    spec = speculate.Spec(config, bench.head if learned else None, rows)
     made = common.engine_for(spec, (rows,), limits, (), [strategy.constant("", choice)], args.slots)
     made.slots = (args.slots,)
     weights = bench.weights if learned else bench.weights._replace(eagle=None)
@@ -120,7 +123,7 @@ def _block(bench: Bench, rows: int, choice: base.DraftStrategy) -> Callable[[int
 def _parts(bench: Bench, rows: int, choice: base.DraftStrategy) -> dict[str, Callable]:
     """Make the functions that time the bare forwards of a round."""
     config, head, slots = bench.model.config, bench.head, bench.args.slots
-    learned = decode.learned(bench.weights)
+    learned = speculate.learned(bench.weights)
 
     def timer(call, cache):
         def run(_: int) -> float:

@@ -30,8 +30,10 @@ from fastgrpo_jax.rollout import (
     generate,
     goodput,
     sampling,
+    speculate,
     strategy,
 )
+from fastgrpo_jax.rollout import engine as engine_lib
 
 GAP = {"float32": 3e-4, "bfloat16": 0.25}  # largest gap of a certified near-tie
 SHARPEN = 5.0  # of tiny's head: at T 1 rows differ, yet repeat themselves enough for n-grams
@@ -132,9 +134,9 @@ class Bench(NamedTuple):
     model: load.LoadedModel
     params: base.Params
     prompts: tuple[tuple[int, ...], ...]
-    limits: generate.Limits
+    limits: engine_lib.Limits
     stop: tuple[int, ...]
-    engines: dict[str, generate.Engine]
+    engines: dict[str, engine_lib.Engine]
 
 
 def run(args) -> int:
@@ -196,7 +198,7 @@ def _open(args) -> Bench:
     ]
     prompts = tuple(tuple(model.tokenizer.encode(t, add_special_tokens=False)) for t in texts)
     longest = max(map(len, prompts))
-    limits = generate.Limits(longest, args.tokens, longest + args.tokens)
+    limits = engine_lib.Limits(longest, args.tokens, longest + args.tokens)
     common.check_length(model, limits)
     return Bench(args, model, params, prompts, limits, stop, {})
 
@@ -207,7 +209,7 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
     ladder, step = plans(rows)[case.plan if case else "a"]
     head, head_params = drafters[case.kind] if case else (None, None)
     controller = case.controller if case else common.plain()
-    spec = decode.Spec(
+    spec = speculate.Spec(
         bench.model.config,
         head,
         bench.args.group,
@@ -220,7 +222,7 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
         made.rounds = 4  # short blocks: many switches and compactions
         bench.engines[name] = made
     engine = bench.engines[name]
-    weights = common.cast(decode.Weights(bench.params, head_params), bench.args.dtype)
+    weights = common.cast(speculate.Weights(bench.params, head_params), bench.args.dtype)
     weights = weights._replace(tau=jnp.float32(1))
     if case:
         known = plain[temperature]

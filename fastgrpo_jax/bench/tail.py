@@ -16,7 +16,7 @@ from matplotlib.backends import backend_agg
 from matplotlib.figure import Figure
 
 from fastgrpo_jax import base
-from fastgrpo_jax.bench import common, rollout
+from fastgrpo_jax.bench import common, players, rollout
 from fastgrpo_jax.rollout import buckets, costs, generate
 
 # Tokens at these shares of the responses; straight in the logarithm between them.
@@ -58,14 +58,14 @@ def run(args) -> int:
         raise base.UserError(f"--longest is {args.longest}; allowed: 1 or more")
     args.tokens, args.lengths = args.longest, "forced"
     sizes, methods = common.integers(args.rows), args.methods.split(",")
-    bench = rollout.prepare(args)
+    bench = players.prepare(args)
     rows, summary, timelines = [], {"drafter": args.drafter, "longest": args.longest}, {}
     for size in sizes:
         caps = lengths(size, args.longest, args.seed)
         table, last = rollout.measure(bench, size, methods, tuple(caps.tolist()))
         rows += table
         timelines[size] = {name: timeline(done) for name, done in last.items()}
-    adaptive = [row for row in rows if row["method"] not in rollout.PLAIN]
+    adaptive = [row for row in rows if row["method"] not in players.PLAIN]
     if adaptive:
         best = max(adaptive, key=lambda row: row["ratio_vs_plain"] or 0)
         summary["ratio_vs_plain"] = best["ratio_vs_plain"]

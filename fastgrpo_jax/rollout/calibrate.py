@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import costs, decode
+from fastgrpo_jax.rollout import costs, decode, speculate
 
 SLOTS = 128  # of a row's cache, at least
 ROWS = (1, 8, 64)  # rows of one token: what their caches add is straight between these
@@ -21,7 +21,7 @@ SIZES = (1, 64, 8, 256, 2, 16, 32, 4, 128, 512)
 def measure(
     config: base.PolicyConfig,
     head: base.EagleConfig | None,
-    weights: decode.Weights,
+    weights: speculate.Weights,
     *,
     budget_s: float,
     sizes: tuple[int, ...] = SIZES,
@@ -92,7 +92,7 @@ def _draft_seconds(head, weights, rows, repeats, clock) -> float:
 
     def run():
         nonlocal cache
-        out, cache = decode.draft_step(head, decode.learned(weights), feature, cache)
+        out, cache = decode.draft_step(head, speculate.learned(weights), feature, cache)
         return out
 
     return _shortest(run, repeats, clock)

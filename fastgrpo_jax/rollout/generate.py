@@ -15,42 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import buckets, decode, sampling, schedule, strategy
+from fastgrpo_jax.rollout import buckets, decode, sampling, schedule, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
-
-
-@dataclasses.dataclass
-class Engine:
-    """A rollout engine for one shape of rollout: P prompts, G completions of each.
-
-    Attributes:
-      rows: row counts that are compiled, ascending; what is beyond the last one waits.
-      total: P * G, the rows of a rollout.
-      slots: slot counts that are compiled, ascending.
-      prompt_slots: slots of the prefill, a multiple of its chunk.
-      max_length: L, the longest sequence.
-      rounds: rounds of a block before the host looks again.
-      keep_finished: never compact and never stop early (the papers' baseline, for benches).
-    """
-
-    spec: decode.Spec
-    rows: tuple[int, ...]
-    total: int
-    slots: tuple[int, ...]
-    prompt_slots: int
-    max_length: int
-    rounds: int
-    stop_tokens: tuple[int, ...]
-    keep_finished: bool = False
-    pool: pool_lib.Pool = dataclasses.field(default_factory=pool_lib.Pool)
-
-
-class Limits(NamedTuple):
-    """Token limits: of a prompt, of a response (stop token included), of both together."""
-
-    prompt: int
-    response: int
-    total: int
 
 
 class Settings(NamedTuple):
@@ -103,96 +70,9 @@ class Rollout(NamedTuple):
     memory: strategy.Memory
 
 
-def make_engine(
-    spec: decode.Spec,
-    *,
-    rows: tuple[int, ...],
-    total: int = 0,
-    limits: Limits,
-    stop_tokens: tuple[int, ...],
-    slot_step: int = 128,
-    rounds: int = 16,
-    span: int = 1,
-) -> Engine:
-    """Lay out an engine for rollouts of `total` rows (P * G; 0: rows[-1]) under given limits.
-
-    `rows` is a ladder, see `buckets.row_ladder`; it may end below `total`. `span` is the largest `DraftStrategy.span` that
-    will be asked for.
-    """
-    chunk = spec.prefill_chunk
-    return Engine(
-        spec=spec,
-        rows=rows,
-        total=total or rows[-1],
-        slots=buckets.slot_ladder(limits.total - 1 + span, slot_step),
-        prompt_slots=-(-max(limits.prompt, 1) // chunk) * chunk,
-        max_length=limits.total,
-        rounds=rounds,
-        stop_tokens=stop_tokens,
-    )
-
-
-def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
-    """List the keys of every program that rollouts under a controller may need."""
-    keys: list[tuple] = [("prefill",)]
-    sizes = [base.Bucket(r, s) for r in engine.rows for s in engine.slots]
-    keys += [("start", base.Bucket(engine.rows[-1], s)) for s in engine.slots]
-    uses_learned = False
-    for bucket in sizes:
-        for choice in controller.possible(bucket.rows):
-            keys.append(("block", bucket, choice))
-            uses_learned |= choice.drafter == "learned"
-    if engine.spec.eagle and uses_learned:
-        keys += [("activate", bucket) for bucket in sizes]
-    keys += [
-        ("resize", old, new)
-        for old in sizes
-        for new in sizes
-        if new != old and new.rows <= old.rows and new.slots >= old.slots
-    ]
-    if engine.total > engine.rows[-1]:
-        full = [size for size in sizes if size.rows == engine.rows[-1]]
-        keys += [("admit", old, new) for old in full for new in sizes if new.slots >= old.slots]
-    return keys
-
-
-def warm_up(
-    engine: Engine, weights: decode.Weights, controller: strategy.Controller, threads: int
-) -> None:
-    """Compile every decode block that a controller may choose, several at a time.
-
-    Blocks take nearly all of the compiler's time; the small programs between them are compiled
-    when they are met.
-    """
-    n, length, spec = engine.total, engine.max_length, engine.spec
-
-    def shaped(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    grid, row, flag = (
-        shaped((n, length), jnp.float32),
-        shaped((n,), jnp.int32),
-        shaped((n,), bool),
-    )
-    sequences = base.Sequences(
-        shaped((n, length), jnp.int32), grid, grid, row, row, row, flag, flag
-    )
-    chance = shaped((n,), jnp.float32)
-    sample = base.Sampling(shaped((n, 2), jnp.uint32), chance, row, chance)
-    one, stop = shaped((), jnp.int32), shaped((len(engine.stop_tokens),), jnp.int32)
-    known = jax.tree.map(lambda x: shaped(x.shape, x.dtype), weights)
-    jobs = []
-    for key in programs(engine, controller):
-        if key[0] != "block":
-            continue
-        _, bucket, choice = key
-        state = jax.eval_shape(lambda b=bucket: decode.empty_state(spec, b, sequences))
-        args = (known, sample, stop, state._replace(sequences=sequences), one, one)
-        jobs.append(pool_lib.Job(key, decode.decode_block, {0: spec, 1: choice}, args))
-    pool_lib.warm_up(engine.pool, jobs, threads)
-
-
-def _sequences(engine: Engine, request: Request, limits: Limits) -> base.Sequences:
+def _sequences(
+    engine: engine_lib.Engine, request: Request, limits: engine_lib.Limits
+) -> base.Sequences:
     group, count = engine.spec.group, len(request.prompts)
     rows = count * group
     if limits.total > engine.max_length or rows != engine.total:
@@ -236,7 +116,9 @@ def _settings(request: Request, group: int, settings: Settings) -> base.Sampling
     )
 
 
-def _prefill(engine: Engine, weights: decode.Weights, prompts) -> tuple[decode.Prompts, ...]:
+def _prefill(
+    engine: engine_lib.Engine, weights: speculate.Weights, prompts
+) -> tuple[decode.Prompts, ...]:
     """Read all prompts in the canonical shape, R at a time (the last batch filled up)."""
     size = engine.spec.prefill_rows
     width = engine.prompt_slots + 1
@@ -316,11 +198,11 @@ def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
 
 
 def rollout(
-    engine: Engine,
-    weights: decode.Weights,
+    engine: engine_lib.Engine,
+    weights: speculate.Weights,
     request: Request,
     settings: Settings,
-    limits: Limits,
+    limits: engine_lib.Limits,
     controller: strategy.Controller,
     look: Callable[[int], None] = lambda live: None,
     memory: strategy.Memory | None = None,
@@ -361,33 +243,14 @@ def rollout(
             state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
             live = live._replace(state=state)
         ready = choice.drafter == "learned"
-        shrink_to = schedule.leave_at(live.seats, engine.rows, engine.keep_finished)
-        began, compiling = time.perf_counter(), engine.pool.seconds
-        state, report = pool_lib.call(
-            engine.pool,
-            ("block", live.bucket, choice),
-            decode.decode_block,
-            {0: engine.spec, 1: choice},
-            weights,
-            sample,
-            stop,
-            live.state,
-            jnp.int32(shrink_to),
-            jnp.int32(rounds),
-        )
-        live, report = live._replace(state=state), jax.device_get(report)
-        seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
-        fresh = engine.pool.seconds > compiling  # its first run is no measure of its speed
-        if not report.rounds:
-            raise RuntimeError(f"no round fits {live.bucket} with {choice}: too few slots")
-        blocks.append(
-            BlockRecord(*dataclasses.astuple(live.bucket), choice, len(going), seconds, report)
-        )
-        outcome = _outcome(now._replace(bucket=live.bucket), blocks[-1])
-        memory = controller.observe(
-            memory, outcome._replace(seconds=math.nan) if fresh else outcome
-        )
-        length, done = report.length, report.done
+        before = engine.pool.compiled
+        live, block = _run_block(engine, (weights, sample, stop), live, choice, rounds, len(going))
+        blocks.append(block)
+        outcome = _outcome(now._replace(bucket=live.bucket), block)
+        if engine.pool.compiled > before:  # its first run is no measure of its speed
+            outcome = outcome._replace(seconds=math.nan)
+        memory = controller.observe(memory, outcome)
+        length, done = block.report.length, block.report.done
     batch = _finish(jax.device_get(live.state.sequences))
     return Rollout(
         batch,
@@ -397,6 +260,30 @@ def rollout(
         engine.pool.compiled - known,
         memory,
     )
+
+
+def _run_block(
+    engine: engine_lib.Engine, known: tuple, live: _Live, choice, rounds: int, rows: int
+) -> tuple[_Live, BlockRecord]:
+    """Run one block on weights, sampling and stop tokens, and read its report: the one sync."""
+    shrink_to = schedule.leave_at(live.seats, engine.rows, engine.keep_finished)
+    began, compiling = time.perf_counter(), engine.pool.seconds
+    state, report = pool_lib.call(
+        engine.pool,
+        ("block", live.bucket, choice),
+        decode.decode_block,
+        {0: engine.spec, 1: choice},
+        *known,
+        live.state,
+        jnp.int32(shrink_to),
+        jnp.int32(rounds),
+    )
+    report = jax.device_get(report)
+    seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
+    if not report.rounds:
+        raise RuntimeError(f"no round fits {live.bucket} with {choice}: too few slots")
+    block = BlockRecord(*dataclasses.astuple(live.bucket), choice, rows, seconds, report)
+    return live._replace(state=state), block
 
 
 def _outcome(now: strategy.Situation, block: BlockRecord) -> strategy.Outcome:

@@ -5,11 +5,8 @@ place in the data) is in the checkpoint; noise and data order are addressed by s
 so a resumed run goes on as if it had not stopped.
 """
 
-import json
 import os
 import pathlib
-import signal
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -18,59 +15,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import calibrate, corpus, costs, draft_vocab, generate, strategy
+from fastgrpo_jax.rollout import (
+    calibrate,
+    corpus,
+    costs,
+    draft_vocab,
+    generate,
+    speculate,
+    strategy,
+)
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
-from fastgrpo_jax.train import checkpoint, data, grpo, lengths, metrics, report, rewards
+from fastgrpo_jax.train import (
+    checkpoint,
+    data,
+    grpo,
+    lengths,
+    metrics,
+    report,
+    rewards,
+    rollouts,
+    workdirs,
+)
 from fastgrpo_jax.train import setup as setup_lib
+from fastgrpo_jax.train import signals as signals_lib
 from fastgrpo_jax.train import step as step_lib
 
 COSTS = "costs.json"
 _IDLE_STEPS = (3, 10, 30, 100, 300, 1000)  # in a row without an advantage: a warning comes
-# Keys that a resumed run may change; the others shape what has been learned.
-HARMLESS = (
-    "steps",
-    "log.",
-    "checkpoint.",
-    "compilation_cache",
-    "reward.on_error",
-    "task.overlong_prompt",
-)
 _SKIPPED = 10  # updates in a row that were not finite: the run ends
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM arrived; steps that were finished are saved."""
-
-
-class Signals:
-    """Notes Ctrl-C and SIGTERM while it is entered; a second one acts at once, as usual."""
-
-    def __init__(self):
-        self.caught = None
-        self.before = {}
-
-    def __enter__(self):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._catch)
-        return self
-
-    def __exit__(self, *_):
-        self._release()
-
-    def _release(self):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _catch(self, number, frame):
-        self.caught = signal.Signals(number)
-        for each in self.before:  # ends even a long compilation
-            signal.signal(each, signal.SIG_DFL)
-        os.write(2, f"\n{self.caught.name}: saving soon; again to stop at once\n".encode())
-
-    def check(self) -> None:
-        """Raise Interrupted if a signal came."""
-        if self.caught is not None:
-            raise Interrupted(self.caught.name)
 
 
 class Run(NamedTuple):
@@ -78,13 +51,19 @@ class Run(NamedTuple):
 
     config: Any
     setup: setup_lib.Setup
-    engine: generate.Engine
+    engine: engine_lib.Engine
     controller: strategy.Controller
+    looks_back: bool  # at earlier answers to a prompt
     train_step: Any
     manager: Any
     writer: metrics.Writer
     progress: metrics.Progress
-    signals: Signals
+    signals: signals_lib.Signals
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait for a seat, so that their order counts."""
+        return self.engine.total > self.engine.rows[-1]
 
 
 class Memory(NamedTuple):
@@ -104,19 +83,21 @@ def train(c, workdir: str | os.PathLike) -> None:
 
     Raises:
       UserError: for anything that the user can mend.
-      Interrupted: after a signal, once the last finished step is saved.
+      signals_lib.Interrupted: after a signal, once the last finished step is saved.
     """
     workdir = pathlib.Path(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise base.UserError(f"--workdir is {str(workdir)!r}: {error.strerror}") from error
-    _check_same_run(c, workdir)
+    workdirs.check_same_run(c, workdir)
     if max(checkpoint.steps(workdir), default=-1) >= c.steps:
-        say(f"all {max(checkpoint.steps(workdir))} steps are done; raise --config.steps to go on")
+        metrics.say(
+            f"all {max(checkpoint.steps(workdir))} steps are done; raise --config.steps to go on"
+        )
         _conclude(workdir)
         return
-    say(f"loading {c.model.name}")
+    metrics.say(f"loading {c.model.name}")
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
@@ -129,32 +110,39 @@ def train(c, workdir: str | os.PathLike) -> None:
                 f"{', '.join(sorted(extra)) or 'nothing'}); go on with that version, or use another --workdir"
             )
         memory = Memory(**extra)
-        say(f"resuming after step {int(state.step)}")
+        metrics.say(f"resuming after step {int(state.step)}")
     if memory.source and memory.source != setup.source:
-        say("warning: the data or the reward functions' files have changed since the checkpoint")
+        metrics.say(
+            "warning: the data or the reward functions' files have changed since the checkpoint"
+        )
     memory = memory._replace(source=setup.source)
-    _write_config(c, workdir)
-    table = _costs(c, setup, state, workdir) if setup_lib.needs_costs(c) else None
-    controller = setup_lib.controller(c, setup, table)
-    engine = setup_lib.engine(c, setup, controller)
+    workdirs.write_config(c, workdir)
+    table = _costs(c, setup, state, workdir) if rollouts.needs_costs(c) else None
+    controller = rollouts.controller(c, setup, table)
+    engine = rollouts.engine(c, setup, controller)
+    looks_back = rollouts.looks_back(c, engine, controller)
     _announce(c, setup, engine, controller, table)
     if c.rollout.warmup:
-        say(f"compiling the decode blocks, {c.rollout.warmup} at a time")
-        weights = setup_lib.weights(c, setup, state, memory.counts)
-        if setup_lib.looks_back(c, engine, controller):
+        metrics.say(f"compiling the decode blocks, {c.rollout.warmup} at a time")
+        weights = rollouts.weights(c, setup, state, memory.counts)
+        if looks_back:
             nobody = [()] * c.task.prompts_per_step
-            weights = weights._replace(earlier=setup_lib.recall(c, engine, {}, nobody))
-        generate.warm_up(engine, weights, controller, c.rollout.warmup)
+            weights = weights._replace(earlier=rollouts.recall(c, engine, {}, nobody))
+        engine_lib.warm_up(engine, weights, controller, c.rollout.warmup)
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
     writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
     there = {row["step"] for row in metrics.read(workdir)}
     if len(there) < int(state.step):
-        say(f"warning: metrics.jsonl lacks {int(state.step) - len(there)} of the steps so far")
+        metrics.say(
+            f"warning: metrics.jsonl lacks {int(state.step) - len(there)} of the steps so far"
+        )
     try:
-        with Signals() as signals:
+        with signals_lib.Signals() as signals:
             step = step_lib.make_train_step(setup.step)
-            run = Run(c, setup, engine, controller, step, manager, writer, progress, signals)
+            run = Run(
+                c, setup, engine, controller, looks_back, step, manager, writer, progress, signals
+            )
             _steps(run, state, memory)
     finally:
         progress.close()
@@ -167,12 +155,7 @@ def train(c, workdir: str | os.PathLike) -> None:
 def _conclude(workdir: pathlib.Path) -> None:
     """Say what came of a run, and draw it."""
     rows = metrics.read(workdir)
-    say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
-
-
-def say(text: str) -> None:
-    """Tell the user on stderr, where the progress is too."""
-    print(text, file=sys.stderr, flush=True)
+    metrics.say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
 
 
 def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
@@ -242,56 +225,25 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     prompts, cursor, changed = data.take(
         setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
     )
-
-    weights = setup_lib.weights(c, setup, state, memory.counts)
-    ids = tuple(p.ids for p in prompts)
-    waits = run.engine.total > run.engine.rows[-1]
-    looks_back = setup_lib.looks_back(c, run.engine, run.controller)
-    if looks_back:
-        earlier = setup_lib.recall(c, run.engine, memory.corpus, ids)
-        weights = weights._replace(earlier=earlier)
-
-    def look(live: int) -> None:
-        run.signals.check()
-        run.progress.phase(f"rollout, {live} rows left")
-
-    rollout = generate.rollout(
-        run.engine,
-        weights,
-        generate.Request(
-            ids,
-            tuple(p.place for p in prompts),
-            c.seed,
-            int(state.step),
-            lengths.expect(memory.lengths, ids) if waits else None,
-        ),
-        setup.sampling,
-        setup.limits,
-        run.controller,
-        look,
-        memory.controller,
-    )
+    weights = rollouts.weights(c, setup, state, memory.counts)
+    rollout = _answer(run, weights, prompts, int(state.step), memory)
     rolled = time.perf_counter()
     run.progress.phase("rewards")
     batch = rollout.batch
     scores, texts = _score(c, setup, prompts, batch)
-    num_tokens = memory.num_tokens + int(batch.length.sum())
-    said = batch.length - batch.prompt_length
+    memory = _remember(run, memory, prompts, rollout, weights.draft_ids is not None)
     row = metrics.summarise(
         scores.total,
         scores.parts,
         c.task.group,
-        said,
+        batch.length - batch.prompt_length,
         batch.stopped,
-        num_tokens,
+        memory.num_tokens,
     )
     row |= generate.statistics(rollout)
-    counts = {}
     if weights.draft_ids is not None:
-        emitted = base.responses(batch)
-        covered = draft_vocab.coverage(np.asarray(weights.draft_ids), emitted)
-        row["drafter/vocab_coverage"] = covered
-        counts = draft_vocab.count(emitted, memory.counts)
+        ids = np.asarray(weights.draft_ids)
+        row["drafter/vocab_coverage"] = draft_vocab.coverage(ids, base.responses(batch))
     row |= {
         "reward/failures": float(scores.failures),
         "data/overlong": float(changed),
@@ -304,16 +256,57 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         _step_batch(c, batch, advantages),
         row,
         _completions(c, prompts, texts, scores, advantages, batch),
-        memory._replace(
-            cursor=cursor,
-            num_tokens=num_tokens,
-            controller=run.controller.renew(rollout.memory),  # the step changes the weights
-            counts=counts,
-            lengths=lengths.learn(memory.lengths, ids, said.reshape(len(ids), -1).tolist())
-            if waits
-            else {},
-            corpus=setup_lib.remember(c, memory.corpus, ids, batch) if looks_back else {},
-        ),
+        memory._replace(cursor=cursor),
+    )
+
+
+def _answer(
+    run: Run, weights: speculate.Weights, prompts, step: int, memory: Memory
+) -> generate.Rollout:
+    """Roll out the prompts of a step, with what is remembered of them."""
+    c, setup = run.config, run.setup
+    ids = tuple(p.ids for p in prompts)
+    if run.looks_back:
+        earlier = rollouts.recall(c, run.engine, memory.corpus, ids)
+        weights = weights._replace(earlier=earlier)
+
+    def look(live: int) -> None:
+        run.signals.check()
+        run.progress.phase(f"rollout, {live} rows left")
+
+    request = generate.Request(
+        ids,
+        tuple(p.place for p in prompts),
+        c.seed,
+        step,
+        lengths.expect(memory.lengths, ids) if run.waits else None,
+    )
+    return generate.rollout(
+        run.engine,
+        weights,
+        request,
+        setup.sampling,
+        setup.limits,
+        run.controller,
+        look,
+        memory.controller,
+    )
+
+
+def _remember(
+    run: Run, memory: Memory, prompts, rollout: generate.Rollout, counting: bool
+) -> Memory:
+    """Add a rollout to what later ones go by; emitted ids are counted for a draft vocabulary."""
+    c, batch = run.config, rollout.batch
+    ids, emitted = tuple(p.ids for p in prompts), base.responses(batch)
+    said = [[len(row) for row in emitted[i : i + c.task.group]]
+            for i in range(0, len(emitted), c.task.group)]  # fmt: skip
+    return memory._replace(
+        num_tokens=memory.num_tokens + int(batch.length.sum()),
+        controller=run.controller.renew(rollout.memory),  # the step changes the weights
+        counts=draft_vocab.count(emitted, memory.counts) if counting else {},
+        lengths=lengths.learn(memory.lengths, ids, said) if run.waits else {},
+        corpus=rollouts.remember(c, memory.corpus, ids, batch) if run.looks_back else {},
     )
 
 
@@ -368,12 +361,12 @@ def _costs(c, setup, state: base.TrainState, workdir: pathlib.Path) -> costs.Tab
     table = costs.load(workdir / COSTS)
     if table is not None:
         if table.device != calibrate.device():
-            say(f"warning: {workdir / COSTS} is of another machine ({table.device})")
+            metrics.say(f"warning: {workdir / COSTS} is of another machine ({table.device})")
         return table
 
     def measure() -> costs.Table:
-        say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
-        weights = setup_lib.weights(c, setup, state, {})
+        metrics.say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
+        weights = rollouts.weights(c, setup, state, {})
         budget_s = c.rollout.measure_seconds
         return calibrate.measure(setup.model.config, setup.eagle, weights, budget_s=budget_s)
 
@@ -385,7 +378,7 @@ def _costs(c, setup, state: base.TrainState, workdir: pathlib.Path) -> costs.Tab
 
 def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
     """Say what will run, and list what will be compiled."""
-    keys = generate.programs(engine, controller)
+    keys = engine_lib.programs(engine, controller)
     engine.pool.expected = frozenset(keys)
     plan = ", ".join(
         f"{rows}: {' | '.join(map(str, controller.possible(rows)))}" for rows in engine.rows
@@ -394,11 +387,11 @@ def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
         f", C_peak {c.rollout.c_peak or costs.c_peak(table)}" if table or c.rollout.c_peak else ""
     )
     if c.sampling.temperature == 0:
-        say(
+        metrics.say(
             "warning: sampling.temperature is 0, so all completions of a group are equal, every "
             "advantage is 0 and the policy cannot learn"
         )
-    say(
+    metrics.say(
         f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
         f"{setup.limits.response} tokens each; {c.steps} steps\n"
@@ -406,50 +399,3 @@ def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
         f"programs that may be compiled: {len(keys)} for {len(engine.rows)} row counts and slots "
         f"{', '.join(map(str, engine.slots))}, and the train step"
     )
-
-
-def _write_config(c, workdir: pathlib.Path) -> None:
-    part = workdir / "config.json.part"
-    part.write_text(json.dumps(c.to_dict(), indent=1) + "\n")
-    os.replace(part, workdir / "config.json")
-
-
-def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    out = {}
-    for name, value in tree.items():
-        path = prefix + name
-        out |= _flat(value, path + ".") if isinstance(value, dict) else {path: value}
-    return out
-
-
-def _check_same_run(c, workdir: pathlib.Path) -> None:
-    """Refuse to go on in a workdir whose run had another config, harmless keys apart.
-
-    Raises:
-      UserError: showing each difference.
-    """
-    path = workdir / "config.json"
-    if not checkpoint.steps(workdir):
-        return
-    if not path.exists():
-        say(f"warning: {path} is missing, so that this config cannot be compared with the run's")
-        return
-    try:
-        before = json.loads(path.read_text())
-        if not isinstance(before, dict):
-            raise ValueError("not an object")
-        before = _flat(before)
-    except ValueError as error:
-        raise base.UserError(f"{path} is no config ({error}); restore it or remove it") from error
-    now = _flat(c.to_dict())
-    changed = [
-        f"  {name}: {before.get(name, '(absent)')!r} -> {now.get(name, '(absent)')!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
-    ]
-    if changed:
-        raise base.UserError(
-            f"{workdir} holds a run with another config:\n" + "\n".join(changed) + "\n"
-            "use another --workdir, or the config it began with (these may change: "
-            f"{', '.join(HARMLESS).replace('., ', '.*, ')})"
-        )

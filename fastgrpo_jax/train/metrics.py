@@ -138,6 +138,11 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
     return [row for _, row in _lines(pathlib.Path(workdir) / METRICS)]
 
 
+def say(text: str) -> None:
+    """Tell the user on stderr, where the progress is too."""
+    print(text, file=sys.stderr, flush=True)
+
+
 class Progress:
     """Shows a run's progress on stderr: a bar in a terminal, else a line now and then."""
 

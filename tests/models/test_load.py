@@ -115,7 +115,7 @@ def test_random_weights_need_nothing_but_a_shape(tmp_path, monkeypatch):
     assert model.config.dtype == "bfloat16"
     assert model.tokenizer("1 + 2")["input_ids"] == tiny.tokenizer()("1 + 2")["input_ids"]
     assert model.stop_tokens == (2,) and "random" in model.source
-    with pytest.raises(base.UserError, match="no config.json|no model of that id"):
+    with pytest.raises(base.UserError, match=r"no config\.json|no model of that id"):
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
         load.load(str(tmp_path / "nothing"), weights="random")
 

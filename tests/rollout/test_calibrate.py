@@ -4,12 +4,12 @@ import jax.numpy as jnp
 import pytest
 
 from fastgrpo_jax.models import eagle
-from fastgrpo_jax.rollout import calibrate, costs, decode
+from fastgrpo_jax.rollout import calibrate, costs, decode, speculate
 from tests.rollout import toys
 
 
 def weights():
-    return decode.Weights(toys.policy_params(), toys.drafter_params(toys.SPEC.eagle), None, None)
+    return speculate.Weights(toys.policy_params(), toys.drafter_params(toys.SPEC.eagle), None, None)
 
 
 def test_the_curves_hold_the_shortest_run_of_each_size():
@@ -66,6 +66,6 @@ def test_a_bare_draft_step_runs_the_drafter_on_all_its_nodes(with_head):
     head = toys.SPEC.eagle
     cache = eagle.new_cache(head, 2, 8)
     out, _ = decode.draft_step(
-        head, decode.learned(weights()), jnp.zeros((2, 3, head.hidden)), cache, with_head
+        head, speculate.learned(weights()), jnp.zeros((2, 3, head.hidden)), cache, with_head
     )
     assert out.shape == ((2, 3) if with_head else (2, 3, head.hidden))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import decode, draft_eagle, generate, sampling, strategy
+from fastgrpo_jax.rollout import draft_eagle, generate, sampling, speculate, strategy
 from tests.rollout import toys
 
 LEARNED_CHAIN, LEARNED_TREE = "learned:3:1:4", "learned:3:3:8"
@@ -68,7 +68,7 @@ def check(driver: toys.Driver, fed: np.ndarray | None = None) -> np.ndarray:
     return ready
 
 
-def told(accept: float) -> decode.Weights:
+def told(accept: float) -> speculate.Weights:
     return toys.told(toys.plain(stop=toys.NEVER), accept)
 
 
@@ -231,7 +231,7 @@ def drafted(driver, settings, tau, choice, shared=True):
     root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
     tree, _ = propose(
         driver.engine.spec.eagle,
-        decode.learned(driver.weights),
+        speculate.learned(driver.weights),
         driver.state.draft,
         root,
         noise,

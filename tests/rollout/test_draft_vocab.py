@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax.models import policy
-from fastgrpo_jax.rollout import decode, draft_eagle, draft_vocab
+from fastgrpo_jax.rollout import decode, draft_eagle, draft_vocab, speculate
 from tests.rollout import toys
 
 
@@ -50,9 +50,9 @@ def test_drafting_from_some_ids_is_drafting_from_all_with_the_others_impossible(
             jnp.ones(rows, jnp.float32), jnp.float32(1), strategy, shared,
         )[0]  # fmt: skip
 
-    some = propose(decode.learned(weights), noise)
+    some = propose(speculate.learned(weights), noise)
     assert set(np.asarray(some.tokens[:, 1:]).ravel()) <= set(ids.tolist())
-    whole = decode.learned(toys.weights())
+    whole = speculate.learned(toys.weights())
     masked = _without(other, lambda: propose(whole, noise))
     np.testing.assert_array_equal(some.tokens, masked.tokens)
     np.testing.assert_array_equal(some.parent, masked.parent)

@@ -9,6 +9,7 @@ import pytest
 
 from fastgrpo_jax import base
 from fastgrpo_jax.rollout import buckets, decode, generate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 from tests.rollout import toys
 
@@ -17,7 +18,7 @@ DEPTH = 3
 LADDER = (2, 4, toys.ROWS)
 
 
-def cut(batch: base.RolloutBatch, stop: int, limits: generate.Limits) -> base.RolloutBatch:
+def cut(batch: base.RolloutBatch, stop: int, limits: engine_lib.Limits) -> base.RolloutBatch:
     """Cut an unstopped rollout at each row's first stop token or limit, row by row."""
     rows = []
     for i, start in enumerate(batch.prompt_length):
@@ -207,7 +208,7 @@ def ladder():
         keep=False,
         look=lambda live: None,
     ):
-        engine = generate.make_engine(
+        engine = engine_lib.make_engine(
             toys.SPEC,
             rows=LADDER,
             limits=toys.LIMITS,
@@ -217,7 +218,7 @@ def ladder():
             span=toys.DEEPEST_SPAN,
         )
         engine.pool, engine.keep_finished = pool, keep
-        pool.expected |= frozenset(generate.programs(engine, controller))
+        pool.expected |= frozenset(engine_lib.programs(engine, controller))
         keys.clear()
         w = weights or toys.weights()
         run = toys.rollout(engine, w, controller, settings, look=look)
@@ -398,8 +399,8 @@ def test_a_look_that_raises_stops_the_rollout(ladder):
 
 def test_an_engine_is_laid_out_for_its_limits():
     """Slots hold the last round of the longest sequence; prompts are whole chunks."""
-    for limits, span in ((generate.Limits(12, 22, 32), 12), (generate.Limits(17, 3, 20), 1)):
-        engine = generate.make_engine(
+    for limits, span in ((engine_lib.Limits(12, 22, 32), 12), (engine_lib.Limits(17, 3, 20), 1)):
+        engine = engine_lib.make_engine(
             toys.SPEC, rows=(2, 6), limits=limits, stop_tokens=(), slot_step=4, span=span
         )
         assert engine.slots == buckets.slot_ladder(limits.total - 1 + span, 4)
@@ -410,15 +411,15 @@ def test_an_engine_is_laid_out_for_its_limits():
 
 @pytest.mark.parametrize("spec", (toys.SPEC, dataclasses.replace(toys.SPEC, eagle=None)), ids=str)
 def test_no_block_is_compiled_after_a_warm_up(spec):
-    engine = generate.make_engine(
+    engine = engine_lib.make_engine(
         spec, rows=LADDER, limits=toys.LIMITS, stop_tokens=(toys.STOP,), slot_step=48,
         rounds=3, span=toys.DEEPEST_SPAN,
     )  # fmt: skip
     text = "learned:2:1:3" if spec.eagle else "ngram:2:1:3"
     controller = strategy.cycle((base.PLAIN, strategy.parse(text)))
-    engine.pool.expected = frozenset(generate.programs(engine, controller))
+    engine.pool.expected = frozenset(engine_lib.programs(engine, controller))
     weights = toys.weights(spec)
-    generate.warm_up(engine, weights, controller, threads=2)
+    engine_lib.warm_up(engine, weights, controller, threads=2)
     warm = {key for key, _ in engine.pool.programs}
     assert warm == {key for key in engine.pool.expected if key[0] == "block"}
     run = toys.rollout(engine, weights, controller)

@@ -13,7 +13,8 @@ from scipy import stats
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import decode, draft_oracle, generate, strategy
+from fastgrpo_jax.rollout import draft_oracle, generate, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from tests.rollout import toys
 
 SETTINGS = {
@@ -100,7 +101,7 @@ def test_the_eagle_head_and_the_deterministic_tree_change_no_token():
 
 def test_plain_decoding_needs_no_drafter_and_no_single_prefill():
     """Two prompts in one prefill, the last filled up, and another chunk: the same tokens."""
-    spec = decode.Spec(
+    spec = speculate.Spec(
         policy=toys.CONFIG, eagle=None, group=toys.GROUP, prefill_rows=2, prefill_chunk=4
     )
     for settings in SETTINGS.values():
@@ -230,12 +231,12 @@ def tiny():
     """Give run(text, settings) -> tokens [4 * 2048, 5], the same prompt answered many times."""
     params = toys.sharpen(policy.init(jax.random.key(3), TINY), 25)
     head = eagle.config_for(TINY, "fastgrpo")
-    spec = decode.Spec(policy=TINY, eagle=head, group=MANY, prefill_chunk=4)
-    limits = generate.Limits(len(PROMPT), DRAWN, len(PROMPT) + DRAWN)
-    engine = generate.make_engine(
+    spec = speculate.Spec(policy=TINY, eagle=head, group=MANY, prefill_chunk=4)
+    limits = engine_lib.Limits(len(PROMPT), DRAWN, len(PROMPT) + DRAWN)
+    engine = engine_lib.make_engine(
         spec, rows=(MANY,), limits=limits, stop_tokens=(toys.NEVER,), slot_step=16, span=5
     )
-    weights = decode.Weights(params, toys.drafter_params(head), None, jnp.float32(1))
+    weights = speculate.Weights(params, toys.drafter_params(head), None, jnp.float32(1))
 
     def one(text, settings, step, truth):
         oracle = draft_oracle.OracleParams(jnp.asarray(truth), jnp.float32(1))

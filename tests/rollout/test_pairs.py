@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax.models import eagle
-from fastgrpo_jax.rollout import decode, pairs
+from fastgrpo_jax.rollout import decode, pairs, speculate
 from tests.rollout import toys
 
 P = np.array([[0.4, 0.35, 0.15, 0.1], [0.25, 0.25, 0.25, 0.25]], np.float32)
@@ -79,7 +79,7 @@ def test_a_chain_is_read_as_it_would_be_drafted(spec):
     rng = np.random.default_rng(2)
     tokens = jnp.asarray(rng.integers(0, toys.VOCAB, (2, 9)), jnp.int32)
     weights = toys.weights()
-    learned = decode.learned(weights)
+    learned = speculate.learned(weights)
     read = decode.read_chain(spec.policy, spec.eagle, learned, weights.policy, tokens, 3)
     embeds = np.asarray(learned.embed)[np.asarray(jnp.roll(tokens, -1, axis=1))]
     features = np.asarray(read.features)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax.rollout import accept, buckets, decode, generate, sampling, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from tests.rollout import toys
 
 V, D, N = 5, 2, 40_000
@@ -98,9 +99,9 @@ def test_sampled_tokens_fit_the_models_own_distribution(text, ids):
     weights = toys.weights()
     if ids:
         weights = decode.with_draft_vocab(weights, np.arange(0, toys.VOCAB)[:ids])
-    limits = generate.Limits(prompt=12, response=3, total=15)
+    limits = engine_lib.Limits(prompt=12, response=3, total=15)
     controller = strategy.constant("x", strategy.parse(text))
-    engine = generate.make_engine(
+    engine = engine_lib.make_engine(
         spec, rows=buckets.row_ladder(count, str(count)), limits=limits, stop_tokens=(toys.NEVER,),
         slot_step=48, rounds=4, span=4,
     )  # fmt: skip

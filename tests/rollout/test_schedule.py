@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax.rollout import bandit, generate, schedule, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 from tests.rollout import toys
 
@@ -101,9 +102,9 @@ def test_every_row_is_seated_once_and_served_to_its_end(seed):
     assert done.all() and set(admissions.values()) == {1} and len(admissions) == total
 
 
-def waiting_engine(capacity: int, rounds: int = 3, keep: bool = False) -> generate.Engine:
+def waiting_engine(capacity: int, rounds: int = 3, keep: bool = False) -> engine_lib.Engine:
     ladder = tuple(sorted({1, min(2, capacity), capacity}))
-    engine = generate.make_engine(
+    engine = engine_lib.make_engine(
         toys.SPEC,
         rows=ladder,
         total=toys.ROWS,
@@ -127,7 +128,7 @@ def test_admission_changes_no_token(capacity, expected):
     texts = ("learned:3:3:8", "off", "ngram:3:1:4", "oracle:3:1:4")
     controller = strategy.cycle(tuple(map(strategy.parse, texts)))
     engine = waiting_engine(capacity)
-    engine.pool.expected |= frozenset(generate.programs(engine, controller))
+    engine.pool.expected |= frozenset(engine_lib.programs(engine, controller))
     request = toys.REQUEST._replace(expected=expected)
     run = toys.rollout(engine, toys.told(toys.plain(), 0.7), controller, request=request)
     toys.assert_same(run.batch, toys.plain().batch)
@@ -167,7 +168,7 @@ def test_two_hundred_blocks_of_changing_concurrency_compile_nothing_unlisted():
     arms = tuple(map(strategy.parse, ("learned:3:3:8", "learned:2:1:3", "ngram:3:1:4")))
     controller = bandit.controller(lambda rows: arms, epsilon=0.5)
     engine = waiting_engine(4, rounds=2)
-    engine.pool = pool_lib.Pool(frozenset(generate.programs(engine, controller)))
+    engine.pool = pool_lib.Pool(frozenset(engine_lib.programs(engine, controller)))
     weights, memory, blocks, step = toys.told(toys.plain()), {}, [], 0
     while len(blocks) < 200:
         request = toys.REQUEST._replace(step=step)

@@ -12,14 +12,15 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import decode, draft_oracle, generate, sampling, strategy
+from fastgrpo_jax.rollout import decode, draft_oracle, generate, sampling, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 
 VOCAB = 37
 GROUP = 3
 STOP = 4
 NEVER = 1000  # a stop token that no model has
-LIMITS = generate.Limits(prompt=12, response=22, total=32)
+LIMITS = engine_lib.Limits(prompt=12, response=22, total=32)
 SAMPLED = generate.Settings(1.0)
 REQUEST = generate.Request(
     prompts=((7,), tuple(range(2, 14)), (31, 30, 31, 36, 0, 4, 11)),
@@ -42,10 +43,10 @@ CONFIG = base.PolicyConfig(
     tied=False,  # so that the embedding cannot stand in for the head
     dtype="float64",
 )
-SPEC = decode.Spec(
+SPEC = speculate.Spec(
     policy=CONFIG, eagle=eagle.config_for(CONFIG, "fastgrpo"), group=GROUP, prefill_chunk=8
 )
-DETERMINISTIC = decode.Spec(
+DETERMINISTIC = speculate.Spec(
     policy=CONFIG,
     eagle=eagle.config_for(CONFIG, "eagle"),
     group=GROUP,
@@ -53,7 +54,7 @@ DETERMINISTIC = decode.Spec(
     prefill_chunk=8,
 )
 
-_pools: dict[decode.Spec, pool_lib.Pool] = {}
+_pools: dict[speculate.Spec, pool_lib.Pool] = {}
 
 
 def fixed(text: str) -> strategy.Controller:
@@ -61,14 +62,14 @@ def fixed(text: str) -> strategy.Controller:
 
 
 def engine(
-    spec: decode.Spec = SPEC,
+    spec: speculate.Spec = SPEC,
     rows: tuple[int, ...] = (ROWS,),
     stop: int = STOP,
     rounds: int = 4,
     keep_finished: bool = False,
-) -> generate.Engine:
+) -> engine_lib.Engine:
     """Make an engine of one slot count; equal specs share their programs."""
-    made = generate.make_engine(
+    made = engine_lib.make_engine(
         spec,
         rows=rows,
         limits=LIMITS,
@@ -98,16 +99,16 @@ def drafter_params(config: base.EagleConfig, seed: int = 1) -> base.Params:
 
 
 def weights(
-    spec: decode.Spec = SPEC,
+    spec: speculate.Spec = SPEC,
     truth: np.ndarray | None = None,
     accept: float = 1.0,
     seed: int = 5,
     tau: float = 1.0,
-) -> decode.Weights:
+) -> speculate.Weights:
     """Join policy, drafter and an oracle; all have one structure, so programs are shared."""
     if truth is None:
         truth = np.full((ROWS, LIMITS.total), -1)
-    return decode.Weights(
+    return speculate.Weights(
         policy_params(spec.policy, seed),
         drafter_params(spec.eagle) if spec.eagle else None,
         draft_oracle.OracleParams(jnp.asarray(truth, jnp.int32), jnp.float32(accept)),
@@ -115,18 +116,18 @@ def weights(
     )
 
 
-def poisoned(w: decode.Weights) -> decode.Weights:
+def poisoned(w: speculate.Weights) -> speculate.Weights:
     """Replace every weight of the drafter by NaN."""
     return w._replace(eagle=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), w.eagle))
 
 
 def rollout(
-    made: generate.Engine,
-    w: decode.Weights,
+    made: engine_lib.Engine,
+    w: speculate.Weights,
     controller: strategy.Controller,
     settings: generate.Settings = SAMPLED,
     request: generate.Request = REQUEST,
-    limits: generate.Limits = LIMITS,
+    limits: engine_lib.Limits = LIMITS,
     look=lambda live: None,
 ) -> generate.Rollout:
     """Roll out, and fail rather than hang where rows never end."""
@@ -150,7 +151,7 @@ def plain(
     return rollout(engine(stop=stop), weights(), fixed("off"), settings, request)
 
 
-def told(plain_run: generate.Rollout, accept: float = 1.0, spec=SPEC) -> decode.Weights:
+def told(plain_run: generate.Rollout, accept: float = 1.0, spec=SPEC) -> speculate.Weights:
     """Make the weights whose oracle knows a finished rollout."""
     return weights(spec, plain_run.batch.tokens, accept)
 
@@ -174,7 +175,9 @@ def accepted_share(run: generate.Rollout) -> float:
 class Driver:
     """A rollout driven block by block, to look at its state in between."""
 
-    def __init__(self, w: decode.Weights, settings=SAMPLED, spec=SPEC, stop=STOP, request=REQUEST):
+    def __init__(
+        self, w: speculate.Weights, settings=SAMPLED, spec=SPEC, stop=STOP, request=REQUEST
+    ):
         self.engine, self.weights = engine(spec, stop=stop), w
         read = generate._prefill(self.engine, w, request.prompts)
         rows = generate._sequences(self.engine, request, LIMITS)
@@ -266,7 +269,7 @@ def longhand(
     params: base.Params,
     request: generate.Request,
     settings: generate.Settings,
-    limits: generate.Limits,
+    limits: engine_lib.Limits,
     stop: int,
     group: int,
 ) -> base.RolloutBatch:

@@ -1,0 +1,230 @@
+"""One speculative round: draft, verify, accept, commit. Pure functions that `decode` compiles.
+
+Depth 0 is plain decoding, by the same code. Weights are arguments, never captured: a rollout
+after an update uses the new ones.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import cache as cache_lib
+from fastgrpo_jax.models import policy
+from fastgrpo_jax.rollout import (
+    accept,
+    draft_eagle,
+    draft_ngram,
+    draft_oracle,
+    sampling,
+    tree,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is static in every program of a rollout.
+
+    Attributes:
+      group: G, rows that answer one prompt.
+      shared_noise: draft with the target's own noise; otherwise the EAGLE-2 tree.
+      rejection: verify by speculative sampling, chains only: the target's distribution, but not
+        plain decoding's tokens.
+      ngram_longest: longest suffix that the n-gram drafter matches.
+      depth_max: length of the acceptance counts; no strategy is deeper.
+      prefill_rows, prefill_chunk: the one canonical shape in which prompts are read.
+    """
+
+    policy: base.PolicyConfig
+    eagle: base.EagleConfig | None
+    group: int
+    shared_noise: bool = True
+    rejection: bool = False
+    ngram_longest: int = 5
+    depth_max: int = 8
+    prefill_rows: int = 1
+    prefill_chunk: int = 32
+
+
+class Weights(NamedTuple):
+    """Traced weights of one rollout: the policy's, and a drafter's where there is one."""
+
+    policy: base.Params
+    eagle: base.Params = None
+    oracle: Any = None
+    tau: Any = None  # temperature of a draft's estimated acceptance
+    draft_ids: Any = None  # the draft vocabulary [W] and its head [W, E]; None: the whole
+    draft_head: Any = None
+    earlier: Any = None  # earlier answers to the prompts, for the n-gram drafter
+
+
+def learned(weights: Weights) -> draft_eagle.Weights:
+    """Join the learned drafter's parameters with the target's embedding and head."""
+    table = policy.head_table(weights.policy)
+    if weights.draft_ids is not None:
+        table = weights.draft_head
+    return draft_eagle.Weights(weights.eagle, weights.policy["embed"], table, weights.draft_ids)
+
+
+class View(NamedTuple):
+    """What a round needs to know of each live row."""
+
+    live: Array
+    length: Array
+    root: Array
+    settings: base.Sampling
+    room: Array
+
+
+def look(state: base.RolloutState, settings: base.Sampling) -> View:
+    s = state.sequences
+    row = jnp.minimum(state.rows, s.length.shape[0] - 1)
+    live = (state.rows < s.length.shape[0]) & ~s.done[row]
+    length = jnp.where(live, s.length[row], 1)
+    root = jnp.take_along_axis(s.tokens[row], length[:, None] - 1, axis=1)[:, 0]
+    room = jnp.where(live, s.limit[row] - length, 0)
+    return View(live, length, root, jax.tree.map(lambda x: x[row], settings), room)
+
+
+def one_round(spec, strategy, weights, settings, stop_tokens, state):
+    """Draft, verify, accept, commit. Returns the new state and what was accepted and tried."""
+    view = look(state, settings)
+    depth = strategy.depth
+    ahead = view.length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
+    ids = jnp.arange(spec.policy.vocab, dtype=jnp.int32)
+    keys = jnp.broadcast_to(view.settings.key[:, None], (*ahead.shape, 2))
+    noise = jax.lax.optimization_barrier(sampling.gumbel(keys, ahead, ids))
+
+    dice = noise
+    if spec.rejection:  # drafts that know the target's dice would not be drafts from q
+        dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
+    draft, said = _propose(spec, strategy, weights, state, view, dice)
+    features, cache = _verify(spec, weights, state, view, draft, depth)
+    logits = policy.logits(features, policy.head_table(weights.policy))
+    v = view.settings
+
+    def draw(node, d):
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
+
+    def weigh(d):
+        found = sampling.filtered(logits[:, d], v.temperature, v.top_k, v.top_p)
+        p = sampling.probabilities(found.inside, v.temperature)
+        return p, lambda token: sampling.recorded(found, token)
+
+    if spec.rejection:
+        coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)
+        q = _drafted_from(draft, said, weights.draft_ids, v.temperature, logits)
+        verdict = accept.reject(draft.tokens[:, 1:], weigh, q, coins[:, :depth], noise)
+    else:
+        verdict = accept.walk(draft, draw, depth)
+    verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
+    if not (strategy.chain or depth == 0):
+        cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
+    sequences = _append(state, view, verdict, stopped)
+    memory = state.draft
+    if memory is not None:
+        path = jnp.take_along_axis(features, verdict.nodes[..., None], axis=1)
+        memory = draft_eagle.store(memory, path, view.length - 1)
+        if strategy.drafter == "learned":
+            ready = jnp.where(view.live, view.length - 1 + verdict.count, 0)
+            memory = draft_eagle.feed(spec.eagle, learned(weights), memory, verdict.tokens, ready)
+    index = jnp.arange(spec.depth_max)
+    taken = verdict.count[:, None] > index + 1
+    over = stopped | (verdict.count >= view.room)
+    judged = taken | ((verdict.count[:, None] == index + 1) & ~over[:, None])
+    judged &= index < depth
+    counts = (view.live.sum(), verdict.count.sum(), taken.sum(0), judged.sum(0))
+    new = state._replace(sequences=sequences, cache=cache, draft=memory)
+    return new, jax.tree.map(lambda x: x.astype(jnp.int32), counts)
+
+
+def _propose(spec, strategy, weights, state, view, noise):
+    """Draft a tree; also returns the logits of a learned chain [B, D, W], else None."""
+    if strategy.depth == 0:
+        return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32)), None
+    if strategy.drafter == "ngram":
+        tokens = draft_ngram.propose(
+            state.sequences,
+            state.rows,
+            spec.group,
+            strategy.depth,
+            spec.ngram_longest,
+            weights.earlier,
+        )
+        return tree.chain(view.root, tokens), None
+    if strategy.drafter == "oracle":
+        fan = draft_oracle.propose(
+            weights.oracle, view.root, state.rows, view.length, strategy, spec.policy.vocab
+        )
+        return fan, None
+    return draft_eagle.propose(
+        spec.eagle,
+        learned(weights),
+        state.draft,
+        view.root,
+        noise,
+        view.settings.temperature,
+        weights.tau,
+        strategy,
+        spec.shared_noise,
+    )
+
+
+def _append(state: base.RolloutState, view: View, verdict: base.Verdict, stopped):
+    """Write emitted tokens and their log-probs; rows that are done write nothing."""
+    s = state.sequences
+    index = jnp.arange(verdict.tokens.shape[1])
+    at = jnp.where(index < verdict.count[:, None], view.length[:, None] + index, s.tokens.shape[1])
+    line = state.rows[:, None]
+    length = view.length + verdict.count
+    target = jnp.where(view.live, state.rows, s.length.shape[0])
+    return s._replace(
+        tokens=s.tokens.at[line, at].set(verdict.tokens, mode="drop"),
+        logps=s.logps.at[line, at].set(verdict.logps, mode="drop"),
+        masses=s.masses.at[line, at].set(verdict.masses, mode="drop"),
+        length=s.length.at[target].set(length, mode="drop"),
+        done=s.done.at[target].set(stopped | (verdict.count >= view.room), mode="drop"),
+        stopped=s.stopped.at[target].set(stopped, mode="drop"),
+    )
+
+
+def _verify(spec, weights, state, view, draft, depth):
+    """Run the target once over all nodes: features, the cache, and the depth of each node."""
+    seen = tree.ancestors(draft.parent, depth)
+    start = view.length - 1
+    slots = state.cache.k[0].shape[2]
+    nodes = draft.tokens.shape[1]
+    offset = jnp.arange(slots) - start[:, None]  # node index that a slot holds, if any
+    inside = (offset >= 0) & (offset < nodes)
+    in_tree = jnp.take_along_axis(seen, jnp.clip(offset, 0, nodes - 1)[:, None], axis=2)
+    mask = (offset < 0)[:, None] | (inside[:, None] & in_tree)
+    features, cache = policy.Policy(spec.policy).apply(
+        {"params": weights.policy},
+        draft.tokens,
+        start[:, None] + tree.depths(seen),
+        mask,
+        state.cache,
+        start,
+    )
+    return features, cache
+
+
+_DRAFTS, _COINS = 1, 2  # streams of noise beside the target's own
+
+
+def _drafted_from(draft, said, draft_ids, temperature, like):
+    """Build q [B, D, V]: what a learned chain was drawn from, else all on the draft itself."""
+    vocab = like.shape[-1]
+    if said is None:
+        return jax.nn.one_hot(draft.tokens[:, 1:], vocab, dtype=like.dtype)
+    scaled = said.astype(like.dtype) / sampling.divisor(temperature, like.dtype)[:, None, None]
+    q = jnp.stack(
+        [sampling.probabilities(scaled[:, d], temperature) for d in range(said.shape[1])], axis=1
+    )
+    if draft_ids is None:
+        return q
+    return jnp.zeros((*q.shape[:2], vocab), q.dtype).at[..., draft_ids].set(q)

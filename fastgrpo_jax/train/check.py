@@ -1,0 +1,168 @@
+"""Checks of a config's values: one clear error at the border, before any work is done."""
+
+from typing import Any
+
+from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle, load
+from fastgrpo_jax.rollout import engine as engine_lib
+from fastgrpo_jax.rollout import strategy
+from fastgrpo_jax.train import data, rewards
+
+
+def numbers(c) -> None:
+    """Check every number and choice that no constructor checks.
+
+    Raises:
+      UserError: naming the field, its value and what is allowed.
+    """
+
+    def refuse(field, allowed):
+        raise base.UserError(f"{field} is {_value(c, field)!r}; allowed: {allowed}")
+
+    for field in _POSITIVE:
+        if _value(c, field) < 1:
+            refuse(field, "1 or more")
+    for field in _NOT_NEGATIVE:
+        if not 0 <= _value(c, field) < float("inf"):
+            refuse(field, "0 or more")
+    for field in (*_POSITIVE, *_NOT_NEGATIVE):
+        most = _AT_MOST.get(field, 2**31 - 1)
+        if _value(c, field) > most:
+            refuse(field, f"{most} at most")
+    for field, allowed in _CHOICES.items():
+        if _value(c, field) not in allowed:
+            refuse(field, ", ".join(allowed))
+    if not 0 < c.sampling.top_p <= 1:
+        refuse("sampling.top_p", "above 0, at most 1")
+    if not 0 <= c.rollout.explore < 1:
+        refuse("rollout.explore", "0 or more, below 1")
+    if c.task.group < 2:
+        refuse("task.group", "2 or more, since an advantage compares the completions of a group")
+    for field in ("rollout.draft_tau", "rollout.alpha"):
+        if not 0 < _value(c, field) < float("inf"):
+            refuse(field, "above 0")
+    rows = c.task.prompts_per_step * c.task.group
+    if c.optim.micro_batches < 1 or rows % c.optim.micro_batches:
+        refuse(
+            "optim.micro_batches",
+            f"divisors of {rows}, the rows of a step (task.prompts_per_step * task.group)",
+        )
+
+
+_POSITIVE = (
+    "steps",
+    "task.prompts_per_step",
+    "task.max_prompt_length",
+    "sampling.max_response_length",
+    "rollout.n_max",
+    "rollout.depth_max",
+    "rollout.width_max",
+    "rollout.slot_step",
+    "rollout.block_rounds",
+    "rollout.prefill_chunk",
+    "rollout.max_programs",
+    "rollout.ngram_max",
+    "loss.head_chunk",
+    "checkpoint.every",
+    "checkpoint.keep",
+)
+_NOT_NEGATIVE = (
+    "seed",
+    "sampling.temperature",
+    "sampling.top_k",
+    "sampling.max_length",
+    "rollout.c_peak",
+    "rollout.measure_seconds",
+    "rollout.max_rows",
+    "rollout.warmup",
+    "rollout.ngram_earlier",
+    "rollout.ngram_memory",
+    "drafter.vocab",
+    "log.completions_per_step",
+)
+_CHOICES = {
+    "rollout.controller": ("off", "fixed", "fastgrpo", "beg_mab", "goodput"),
+    "rollout.timing": ("live", "frozen"),
+    "rollout.draft_noise": ("shared", "off"),
+    "rollout.verify": ("draws", "rejection"),
+    "drafter.kind": (*eagle.KINDS, "none"),
+    "task.overlong_prompt": data.OVERLONG,
+    "reward.on_error": rewards.ON_ERROR,
+}
+_AT_MOST = {
+    "seed": 2**31 - 2,
+    "rollout.ngram_max": 32,
+    "rollout.ngram_earlier": 1024,
+    "rollout.depth_max": strategy.DEEPEST,
+    "rollout.n_max": strategy.MOST_NODES,
+    "rollout.width_max": 64,
+    "rollout.warmup": 256,
+}
+
+
+def _value(c, field: str) -> Any:
+    for part in field.split("."):
+        c = c[part]
+    return c
+
+
+def limits(c, policy: base.PolicyConfig) -> engine_lib.Limits:
+    prompt, response = c.task.max_prompt_length, c.sampling.max_response_length
+    total = c.sampling.max_length or prompt + response
+    if not 2 <= total <= policy.max_positions:
+        raise base.UserError(
+            f"the longest sequence is {total} tokens (sampling.max_length, or "
+            "task.max_prompt_length + sampling.max_response_length); allowed: 2 to "
+            f"{policy.max_positions}, the model's positions"
+        )
+    if prompt >= total:
+        raise base.UserError(
+            f"sampling.max_length is {total}; allowed: above task.max_prompt_length = {prompt}, "
+            "so that every prompt leaves room for an answer"
+        )
+    return engine_lib.Limits(prompt, min(response, total - 1), total)
+
+
+def stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:
+    """Unite the model's stop tokens with those of the config, ids or texts of one token."""
+    found = set(model.stop_tokens)
+    for text in filter(None, asked.split(",")):
+        ids = (
+            [int(text)]
+            if text.isascii() and text.isdigit()
+            else model.tokenizer.encode(text, add_special_tokens=False)
+        )
+        if len(ids) == 1 and ids[0] >= model.config.vocab:
+            raise base.UserError(
+                f"sampling.stop_tokens holds the id {ids[0]}; allowed: below {model.config.vocab}"
+            )
+        if len(ids) != 1 or not 0 <= ids[0] < model.config.vocab:
+            raise base.UserError(
+                f"sampling.stop_tokens holds {text!r}, which is {len(ids)} tokens; allowed: ids "
+                f"below {model.config.vocab}, or texts of exactly one token"
+            )
+        found.add(ids[0])
+    return tuple(sorted(found))
+
+
+def strategies(c) -> tuple[base.DraftStrategy, ...]:
+    """Read the strategies that an adaptive controller is to choose from; empty: not given."""
+    given = [x.strip() for x in c.rollout.strategies.split(",") if x.strip()]
+    return tuple(one_strategy(c, "rollout.strategies", text) for text in given)
+
+
+def one_strategy(c, field: str, text: str) -> base.DraftStrategy:
+    """Read a strategy and check that this run can draft by it."""
+    try:
+        chosen = strategy.parse(text)
+    except base.UserError as error:
+        raise base.UserError(f"{field}: {error}") from error
+    if chosen.drafter == "oracle":
+        raise base.UserError(f"{field} holds {text!r}; the oracle is for benches only")
+    used = field == "rollout.strategies" or c.rollout.controller == "fixed"
+    if used and chosen.drafter == "learned" and c.drafter.kind == "none":
+        raise base.UserError(
+            f"{field} holds {text!r}, but drafter.kind is 'none'; "
+            "choose a drafter, or a strategy of the n-gram drafter such as ngram:4:1:5"
+        )
+    return chosen

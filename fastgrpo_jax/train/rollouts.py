@@ -1,0 +1,153 @@
+"""The rollouts of a run, as its config asks for them: controller, engine, weights, memory."""
+
+import functools
+
+import jax.numpy as jnp
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import (
+    bandit,
+    buckets,
+    corpus,
+    costs,
+    decode,
+    draft_ngram,
+    draft_vocab,
+    goodput,
+    speculate,
+    strategy,
+)
+from fastgrpo_jax.rollout import engine as engine_lib
+from fastgrpo_jax.train import check
+from fastgrpo_jax.train import setup as setup_lib
+
+
+def needs_costs(c) -> bool:
+    """Say whether the controller goes by a measured cost table."""
+    r = c.rollout
+    return r.controller in ("beg_mab", "goodput") or (r.controller == "fastgrpo" and not r.c_peak)
+
+
+def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy.Controller:
+    """Make the controller that the config names; `table` where it `needs_costs`."""
+    r = c.rollout
+    if r.controller == "off":
+        return strategy.constant("off", base.PLAIN)
+    if r.controller == "fixed":
+        return strategy.constant("fixed", check.one_strategy(c, "rollout.strategy", r.strategy))
+    if r.controller == "fastgrpo":
+        return strategy.fastgrpo(
+            r.c_peak or costs.c_peak(table),
+            n_max=r.n_max,
+            depth_max=r.depth_max,
+            width_max=r.width_max,
+            alpha=r.alpha,
+            drafter="ngram" if setup.eagle is None else "learned",
+        )
+
+    def cost(bucket, choice):
+        return costs.seconds(table, bucket, choice)
+
+    given, frozen = check.strategies(c), r.timing == "frozen"
+    arms = _arms(c, setup, table)
+    if r.controller == "beg_mab":
+        arms = bandit.by_tokens(given) if given else arms
+        return bandit.controller(arms, cost=cost if frozen else None)
+    settings = goodput.Settings(explore=r.explore, frozen=frozen)
+    return goodput.controller((lambda rows: given) if given else arms, cost, settings)
+
+
+def _arms(c, setup: setup_lib.Setup, table: costs.Table):
+    drafters = ("ngram",) if setup.eagle is None else ("learned", "ngram")
+    chains = c.rollout.verify == "rejection"
+    return functools.cache(
+        lambda rows: tuple(s for s in costs.arms(table, rows, drafters) if s.chain or not chains)
+    )
+
+
+def engine(c, setup: setup_lib.Setup, controller: strategy.Controller) -> engine_lib.Engine:
+    """Lay out the rollout engine for what a controller may choose."""
+    r = c.rollout
+    total = c.task.prompts_per_step * c.task.group
+    rows = buckets.row_ladder(min(total, r.max_rows or total), r.row_buckets)
+    choices = [choice for size in rows for choice in controller.possible(size)]
+    draft_vocab.check(c.drafter.vocab, choices, "drafter.vocab")
+    if r.verify == "rejection":
+        _check_chains(c, choices)
+    spec = speculate.Spec(
+        policy=setup.model.config,
+        eagle=setup.eagle,
+        group=c.task.group,
+        shared_noise=r.draft_noise == "shared",
+        rejection=r.verify == "rejection",
+        ngram_longest=r.ngram_max,
+        depth_max=max(1, *(choice.depth for choice in choices)),
+        prefill_chunk=r.prefill_chunk,
+    )
+    made = engine_lib.make_engine(
+        spec,
+        rows=rows,
+        total=total,
+        limits=setup.limits,
+        stop_tokens=check.stop_tokens(c.sampling.stop_tokens, setup.model),
+        slot_step=r.slot_step,
+        rounds=r.block_rounds,
+        span=max(choice.span for choice in choices),
+    )
+    made.pool.limit = r.max_programs
+    return made
+
+
+def _check_chains(c, choices) -> None:
+    if c.rollout.draft_noise == "off":
+        raise base.UserError(
+            "rollout.verify is 'rejection', but rollout.draft_noise is 'off': drafts that are not "
+            "drawn cannot be verified so; allowed: draft_noise=shared"
+        )
+    for choice in choices:
+        if choice.depth and not choice.chain:
+            raise base.UserError(
+                f"rollout.verify is 'rejection', but rollout.controller {c.rollout.controller!r} "
+                f"may choose {choice}, which is no chain; allowed: strategies of width 1"
+            )
+
+
+def weights(
+    c, setup: setup_lib.Setup, state: base.TrainState, counts: dict[str, int]
+) -> speculate.Weights:
+    """Give a rollout its weights; a narrower compute dtype is cast to once per rollout.
+
+    `counts` of the tokens emitted so far rank the draft vocabulary.
+    """
+    dtype = jnp.dtype(setup.model.config.dtype)
+    policy, drafter = state.params, state.drafter
+    if policy["embed"].dtype != dtype:
+        policy, drafter = decode.cast((policy, drafter), dtype)
+    made = speculate.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
+    size, vocab = c.drafter.vocab, setup.model.config.vocab
+    if setup.eagle is None or not 0 < size < vocab:
+        return made
+    ids = draft_vocab.rank(counts, size, vocab, setup.model.stop_tokens)
+    return decode.with_draft_vocab(made, ids)
+
+
+def looks_back(c, engine: engine_lib.Engine, controller: strategy.Controller) -> bool:
+    """Say whether earlier answers to a prompt are of use: to the n-gram drafter alone."""
+    possible = [choice for rows in engine.rows for choice in controller.possible(rows)]
+    return c.rollout.ngram_earlier > 0 and any(x.drafter == "ngram" for x in possible)
+
+
+def recall(c, engine: engine_lib.Engine, said: corpus.Corpus, prompts) -> draft_ngram.Earlier:
+    """Lay out earlier answers to the prompts of a rollout."""
+    r = c.rollout
+    return corpus.recall(
+        said, prompts, answers=r.ngram_earlier, tail=r.ngram_max, width=engine.max_length
+    )
+
+
+def remember(c, said: corpus.Corpus, prompts, batch: base.RolloutBatch) -> corpus.Corpus:
+    """Add a finished rollout's answers to the earlier ones."""
+    r = c.rollout
+    return corpus.learn(
+        said, prompts, base.responses(batch), answers=r.ngram_earlier, tokens=r.ngram_memory
+    )

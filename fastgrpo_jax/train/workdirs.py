@@ -1,0 +1,68 @@
+"""A run's folder: the config it began with, and what a resumed run may change of it."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+from fastgrpo_jax import base
+from fastgrpo_jax.train import checkpoint, metrics
+
+# Keys that a resumed run may change; the others shape what has been learned.
+HARMLESS = (
+    "steps",
+    "log.",
+    "checkpoint.",
+    "compilation_cache",
+    "reward.on_error",
+    "task.overlong_prompt",
+)
+
+
+def write_config(c, workdir: pathlib.Path) -> None:
+    part = workdir / "config.json.part"
+    part.write_text(json.dumps(c.to_dict(), indent=1) + "\n")
+    os.replace(part, workdir / "config.json")
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    out = {}
+    for name, value in tree.items():
+        path = prefix + name
+        out |= _flat(value, path + ".") if isinstance(value, dict) else {path: value}
+    return out
+
+
+def check_same_run(c, workdir: pathlib.Path) -> None:
+    """Refuse to go on in a workdir whose run had another config, harmless keys apart.
+
+    Raises:
+      UserError: showing each difference.
+    """
+    path = workdir / "config.json"
+    if not checkpoint.steps(workdir):
+        return
+    if not path.exists():
+        metrics.say(
+            f"warning: {path} is missing, so that this config cannot be compared with the run's"
+        )
+        return
+    try:
+        before = json.loads(path.read_text())
+        if not isinstance(before, dict):
+            raise ValueError("not an object")
+        before = _flat(before)
+    except ValueError as error:
+        raise base.UserError(f"{path} is no config ({error}); restore it or remove it") from error
+    now = _flat(c.to_dict())
+    changed = [
+        f"  {name}: {before.get(name, '(absent)')!r} -> {now.get(name, '(absent)')!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not name.startswith(HARMLESS)
+    ]
+    if changed:
+        raise base.UserError(
+            f"{workdir} holds a run with another config:\n" + "\n".join(changed) + "\n"
+            "use another --workdir, or the config it began with (these may change: "
+            f"{', '.join(HARMLESS).replace('., ', '.*, ')})"
+        )
