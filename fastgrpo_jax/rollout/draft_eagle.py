@@ -106,6 +106,19 @@ def feed(
     )
 
 
+class Drafted(NamedTuple):
+    """A drafted tree, and what it left behind.
+
+    said: logits that each level's first node drafted from, which in a chain are all.
+    state: the memory with scratch beyond its last fed pair. To go on from it, not from the one
+      before, lets the cache be written in place.
+    """
+
+    tree: base.DraftTree
+    said: Float[Array, "B D W"]
+    state: EagleState
+
+
 class _Level(NamedTuple):
     """Nodes that one draft step expands (w of them) and what the drafter said of each."""
 
@@ -144,12 +157,11 @@ def propose(
     tau: Float[Array, ""],
     strategy: base.DraftStrategy,
     shared: bool,
-) -> tuple[base.DraftTree, Float[Array, "B D W"]]:
+) -> Drafted:
     """Draft a tree as EAGLE-2 does (arXiv 2406.16858), or its shared-noise form.
 
     Each level expands the `width` best nodes of the one above by the product of estimated
-    acceptances; of all candidates the best `nodes - 1` are kept. Also returns the logits that
-    each level's first node drafted from, which in a chain are all.
+    acceptances; of all candidates the best `nodes - 1` are kept.
     """
     width, depth, slots = strategy.width, strategy.depth, state.features.shape[1]
     level = _Level(
@@ -189,7 +201,8 @@ def propose(
         level = _Level(feature, hidden, score, (best + pool_size).astype(jnp.int32))
         pool_size += ids.shape[1]
     tokens, scores, parent = (jnp.concatenate(x, axis=1) for x in zip(*pool))
-    logits = jnp.stack(said, axis=1)
     if strategy.chain:
-        return tree.chain(root, tokens), logits
-    return tree.prune(root, tokens, scores, parent, strategy.nodes - 1), logits
+        made = tree.chain(root, tokens)
+    else:
+        made = tree.prune(root, tokens, scores, parent, strategy.nodes - 1)
+    return Drafted(made, jnp.stack(said, axis=1), state._replace(cache=cache))

@@ -101,31 +101,19 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     dice = noise
     if spec.rejection:  # drafts that know the target's dice would not be drafts from q
         dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
-    draft, said = _propose(spec, strategy, weights, state, view, dice)
+    draft, said, memory = _propose(spec, strategy, weights, state, view, dice)
     features, cache = _verify(spec, weights, state, view, draft, depth)
     logits = policy.logits(features, policy.head_table(weights.policy))
-    v = view.settings
-
-    def draw(node, d):
-        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
-        return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
-
-    def weigh(d):
-        found = sampling.filtered(logits[:, d], v.temperature, v.top_k, v.top_p)
-        p = sampling.probabilities(found.inside, v.temperature)
-        return p, lambda token: sampling.recorded(found, token)
-
     if spec.rejection:
-        coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)
-        q = _drafted_from(draft, said, weights.draft_ids, v.temperature, logits)
-        verdict = accept.reject(draft.tokens[:, 1:], weigh, q, coins[:, :depth], noise)
+        coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)[:, :depth]
+        q = _drafted_from(draft, said, weights.draft_ids, view.settings.temperature, logits)
+        verdict = _reject(view, logits, draft, q, coins, noise)
     else:
-        verdict = accept.walk(draft, draw, depth)
+        verdict = _walk(view, logits, draft, noise, depth)
     verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
     if not (strategy.chain or depth == 0):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
     sequences = _append(state, view, verdict, stopped)
-    memory = state.draft
     if memory is not None:
         path = jnp.take_along_axis(features, verdict.nodes[..., None], axis=1)
         memory = draft_eagle.store(memory, path, view.length - 1)
@@ -143,9 +131,10 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
 
 
 def _propose(spec, strategy, weights, state, view, noise):
-    """Draft a tree; also returns the logits of a learned chain [B, D, W], else None."""
+    """Draft a tree: it, what a learned drafter said (else None), and the drafter's memory."""
     if strategy.depth == 0:
-        return tree.chain(view.root, jnp.zeros((view.root.shape[0], 0), jnp.int32)), None
+        nothing = jnp.zeros((view.root.shape[0], 0), jnp.int32)
+        return tree.chain(view.root, nothing), None, state.draft
     if strategy.drafter == "ngram":
         tokens = draft_ngram.propose(
             state.sequences,
@@ -155,12 +144,12 @@ def _propose(spec, strategy, weights, state, view, noise):
             spec.ngram_longest,
             weights.earlier,
         )
-        return tree.chain(view.root, tokens), None
+        return tree.chain(view.root, tokens), None, state.draft
     if strategy.drafter == "oracle":
         fan = draft_oracle.propose(
             weights.oracle, view.root, state.rows, view.length, strategy, spec.policy.vocab
         )
-        return fan, None
+        return fan, None, state.draft
     return draft_eagle.propose(
         spec.eagle,
         learned(weights),
@@ -211,6 +200,29 @@ def _verify(spec, weights, state, view, draft, depth):
         start,
     )
     return features, cache
+
+
+def _walk(view: View, logits, draft, noise, depth: int) -> base.Verdict:
+    """Follow the draft as long as it holds the tokens that plain decoding would draw."""
+    v = view.settings
+
+    def draw(node, d):
+        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
+
+    return accept.walk(draft, draw, depth)
+
+
+def _reject(view: View, logits, draft, q, coins, noise) -> base.Verdict:
+    """Accept a chain that was drawn from q by the usual speculative sampling."""
+    v = view.settings
+
+    def weigh(d):
+        found = sampling.filtered(logits[:, d], v.temperature, v.top_k, v.top_p)
+        p = sampling.probabilities(found.inside, v.temperature)
+        return p, lambda token: sampling.recorded(found, token)
+
+    return accept.reject(draft.tokens[:, 1:], weigh, q, coins, noise)
 
 
 _DRAFTS, _COINS = 1, 2  # streams of noise beside the target's own

@@ -229,7 +229,7 @@ def drafted(driver, settings, tau, choice, shared=True):
     keys = jnp.broadcast_to(driver.sample.key[:, None], (*ahead.shape, 2))
     noise = sampling.gumbel(keys, ahead, jnp.arange(toys.VOCAB, dtype=jnp.int32))
     root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
-    tree, _ = propose(
+    tree, *_ = propose(
         driver.engine.spec.eagle,
         speculate.learned(driver.weights),
         driver.state.draft,

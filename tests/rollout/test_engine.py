@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import buckets, decode, generate, strategy
+from fastgrpo_jax.models import eagle, tiny
+from fastgrpo_jax.rollout import buckets, decode, generate, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 from tests.rollout import toys
@@ -383,6 +384,36 @@ def test_a_block_needs_nothing_of_the_host():
             driver.engine.pool, key, decode.decode_block, {0: toys.SPEC, 1: choice}, *args
         )
     assert report.rounds == 2 and state.sequences.length.shape == (toys.ROWS,)
+
+
+def compiled_block(choice: str, rows: int, slots: int):
+    """Compile a block of a model whose caches outweigh all else; returns it and its state."""
+    config = base.PolicyConfig(
+        vocab=64, hidden=192, layers=2, heads=3, kv_heads=3, head_dim=64, ffn=64,
+        max_positions=4096, dtype="float32",
+    )  # fmt: skip
+    head = eagle.config_for(config, "fastgrpo")
+    spec = dataclasses.replace(toys.SPEC, policy=config, eagle=head)
+    like = toys.Driver(toys.told(unstopped()), stop=toys.NEVER)
+    sequences = like.state.sequences
+    state = jax.eval_shape(
+        lambda: decode.empty_state(spec, base.Bucket(rows, slots), sequences)
+    )._replace(sequences=sequences)
+    params = tiny.params(config, 0)
+    weights = speculate.Weights(params, eagle.init(jax.random.key(0), head), tau=jnp.float32(1))
+    args = (weights, like.sample, jnp.asarray([toys.NEVER]), state, jnp.int32(0), jnp.int32(2))
+    return decode.decode_block.lower(spec, strategy.parse(choice), *args).compile(), state
+
+
+@pytest.mark.parametrize("choice", ("off", "learned:2:1:3", "learned:2:2:4"))
+def test_a_block_updates_every_cache_in_place(choice):
+    """Temporaries grow with the slots by less than one layer's keys: no cache is copied."""
+    rows, few, many = 4, 256, 1024
+    (small, _), (large, state) = (compiled_block(choice, rows, s) for s in (few, many))
+    held, before = large.memory_analysis(), small.memory_analysis()
+    keys = base.tree_bytes(state.cache.k[0]) * (many - few) // many
+    assert held.temp_size_in_bytes - before.temp_size_in_bytes < keys
+    assert held.alias_size_in_bytes >= base.tree_bytes((state.cache, state.draft))  # donated
 
 
 def test_a_look_that_raises_stops_the_rollout(ladder):
