@@ -28,7 +28,11 @@ class Settings:
     """Numbers of the controller.
 
     Attributes:
-      window: judged drafts of the first depth that count; older ones fade.
+      window: judged drafts of the first depth that count, at least; older ones fade.
+      window_rounds: the same in rounds, so that many rows, which judge many drafts in little
+        time, are known more exactly.
+      surprise: standard errors by which a block's acceptance may differ from the window's; beyond
+        it the drafter has changed, and what was seen before hardly counts.
       explore: share of the time that trying other choices may cost.
       trial_rounds: rounds of a block that tries; known: judged drafts until a choice is known.
       prior: acceptance assumed before any draft was judged, worth `prior_weight` drafts.
@@ -39,6 +43,8 @@ class Settings:
     """
 
     window: float = 256.0
+    window_rounds: float = 96.0
+    surprise: float = 4.0
     explore: float = 0.02
     trial_rounds: int = 4
     known: float = 32.0
@@ -87,7 +93,8 @@ def controller(
         else:
             memory = _clock(memory, outcome, cost, settings.times)
         memory = _spend(memory, outcome, value)
-        return _count(memory, outcome, settings.window)
+        rows = outcome.row_rounds / outcome.rounds
+        return _count(memory, outcome, settings, rows)
 
     def renew(memory) -> strategy.Memory:
         fresh = {name: memory.get(name, 0.0) * settings.keep for name in ("clock", "spent")}
@@ -171,19 +178,33 @@ def _spend(memory, outcome: strategy.Outcome, value: dict) -> strategy.Memory:
     }
 
 
-def _count(memory, outcome: strategy.Outcome, window: float) -> strategy.Memory:
-    """Add a block's judged drafts; what exceeds the window fades."""
+def _count(memory, outcome: strategy.Outcome, settings: Settings, rows: float) -> strategy.Memory:
+    """Add a block's judged drafts; what exceeds the window fades, and what they contradict."""
     if not outcome.strategy.depth:
         return memory
+    window = max(settings.window, settings.window_rounds * rows)
     drafts = memory.get("drafts", {})
     family = _family(outcome.strategy)
     old = drafts.get(family, {})
     accepted, tried = [], []
     fade = max(1 - outcome.tried[0] / window, 0.0)  # of all depths, lest the deep ones stay stale
+    if _contradicts(old, outcome, settings.surprise):
+        fade = min(fade, settings.known / _at(old, "tried", 0))
     for j, (a, t) in enumerate(zip(outcome.accepted, outcome.tried)):
         accepted.append(_at(old, "accepted", j) * fade + a)
         tried.append(_at(old, "tried", j) * fade + t)
     return memory | {"drafts": drafts | {family: {"accepted": accepted, "tried": tried}}}
+
+
+def _contradicts(counts: dict, outcome: strategy.Outcome, limit: float) -> bool:
+    """Compare a block's acceptance of first drafts with the counted one, as two proportions."""
+    before, now = _at(counts, "tried", 0), outcome.tried[0]
+    if not before or not now:
+        return False
+    accepted = _at(counts, "accepted", 0)
+    pooled = (accepted + outcome.accepted[0]) / (before + now)
+    error = math.sqrt(pooled * (1 - pooled) * (1 / before + 1 / now))
+    return abs(accepted / before - outcome.accepted[0] / now) > limit * error
 
 
 def _faded(drafts: dict, keep: float) -> dict:

@@ -109,7 +109,7 @@ def test_goodput_finds_a_table_that_was_wrong():
 
 
 def test_goodput_recovers_when_acceptance_collapses():
-    """Within 6 blocks of 8 rows: 128 drafts a block, of which a window of 256 counts."""
+    """Within 4 blocks: a block that contradicts what was counted puts an end to its counting."""
     cost = flat()
     controller = made(cost)
     good = World(cost, {"learned": 0.9, "ngram": 0.2})
@@ -117,7 +117,36 @@ def test_goodput_recovers_when_acceptance_collapses():
     assert chosen[-1] == LONG
     bad = World(cost, {"learned": 0.05, "ngram": 0.05})
     memory, chosen, _ = play(controller, bad, 30, memory)
-    assert LONG not in chosen[6:] and chosen[6:].count(OFF) > 18, [str(s) for s in chosen]
+    assert LONG not in chosen[4:] and chosen[4:].count(OFF) > 20, [str(s) for s in chosen]
+
+
+def test_goodput_counts_the_drafts_of_some_rounds_but_none_that_are_contradicted():
+    controller = made(flat(), window=100.0, window_rounds=32.0, known=8.0)
+
+    def seen(memory, rows, accepted, tried):
+        now = strategy.Situation(base.Bucket(rows, 96), rows, 0)
+        rounds = tried // rows
+        outcome = strategy.Outcome(
+            now, SHORT, rounds, tried, tried + accepted, (accepted,), (tried,), 1.0
+        )
+        return controller.observe(memory, outcome)
+
+    def counts(memory):
+        found = memory["drafts"]["learned:1"]
+        return found["accepted"][0], found["tried"][0]
+
+    memory = {}
+    for _ in range(20):
+        memory = seen(memory, 1, 25, 50)
+    assert counts(memory) == pytest.approx((50, 100), rel=1e-4)  # fewer than 32 rounds' drafts
+    for _ in range(20):
+        memory = seen(memory, 8, 64, 128)
+    assert counts(memory) == pytest.approx((128, 256), rel=1e-4)  # 32 rounds of 8 rows
+    memory = seen(memory, 8, 76, 128)  # .59 of 128 instead of .5: may be chance
+    assert counts(memory)[1] == pytest.approx(256, rel=1e-4)
+    memory = seen(memory, 8, 0, 128)
+    assert counts(memory)[1] == pytest.approx(8 + 128, rel=1e-4)
+    assert counts(memory)[0] / counts(memory)[1] < 0.05
 
 
 def test_goodput_recovers_when_costs_change():
