@@ -85,12 +85,16 @@ class DraftStrategy:
       depth: levels drafted below the root.
       width: children per expanded node; 1 makes a chain.
       nodes: tokens verified per row, root included.
+      share: 0, or how many nodes of a row are verified on average over a bucket's rows: the
+        likeliest of all rows' nodes, so that a sure row gets more than a doubtful one and a
+        finished one none. Chains only.
     """
 
     drafter: str = "off"
     depth: int = 0
     width: int = 1
     nodes: int = 1
+    share: float = 0.0
 
     def __post_init__(self):
         pool = self.width + self.width**2 * (self.depth - 1) if self.depth else 0
@@ -99,14 +103,30 @@ class DraftStrategy:
                 f"strategy {self}: nodes must lie in [depth + 1, {pool + 1}] (root included)"
             )
 
+        if self.share and not (self.chain and 1 < self.share < self.nodes):
+            raise UserError(f"strategy {self}: a share must lie between 1 and the nodes of a chain")
+
     @property
     def chain(self) -> bool:
         return self.width == 1
 
+    @property
+    def drawn(self) -> bool:
+        """Whether its drafts are what a drafter drew, and none is left out for what it is: only
+        these can be verified by rejection."""
+        return self.chain and not self.share
+
+    def total(self, rows: int) -> int:
+        """Count the tokens that a bucket of so many rows verifies in a round."""
+        if not self.share:
+            return rows * self.nodes
+        return min(max(round(rows * self.share), rows + 1), rows * self.nodes)
+
     def __str__(self) -> str:
         if not self.depth:
             return "off"
-        return f"{self.drafter}:{self.depth}:{self.width}:{self.nodes}"
+        share = f"@{self.share:g}" if self.share else ""
+        return f"{self.drafter}:{self.depth}:{self.width}:{self.nodes}{share}"
 
     @property
     def span(self) -> int:
@@ -123,6 +143,18 @@ class Bucket:
 
     rows: int
     slots: int
+
+
+class Packing(NamedTuple):
+    """Which of B x M tokens a forward runs on, as one line of N.
+
+    row, node: of each token of the line. place: where in the line a row's node stands; of one
+    that is left out any number.
+    """
+
+    row: Int[Array, " N"]
+    node: Int[Array, " N"]
+    place: Int[Array, "B M"]
 
 
 class KVCache(NamedTuple):

@@ -52,6 +52,12 @@ def run(args) -> int:
         args.slots, args.rounds, args.repeats = 64, 2, 2
     sizes = common.integers(args.rows)
     choices = [strategy.parse(text) for text in args.strategies.split(",")]
+    for choice in choices:
+        if choice.share:
+            raise base.UserError(
+                f"--strategies holds {choice}; a share's forward is no bare one to compare with; "
+                "allowed: chains and trees without a share"
+            )
     if args.rounds < 1 or args.repeats < 1:
         raise base.UserError("--rounds and --repeats must be 1 or more")
     need = 8 + args.rounds * max(c.depth + 1 for c in choices) + max(c.span for c in choices)

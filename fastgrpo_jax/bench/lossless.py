@@ -76,12 +76,19 @@ def cases() -> list[Case]:
         return strategy.constant(text, strategy.parse(text))
 
     switching = strategy.cycle(
-        tuple(map(strategy.parse, ("learned:3:3:8", "off", "oracle:2:3:7", "ngram:4:1:5")))
+        tuple(
+            map(
+                strategy.parse,
+                ("learned:3:3:8", "off", "oracle:2:3:7", "learned:3:1:4@2", "ngram:4:1:5"),
+            )
+        )
     )
-    arms = tuple(map(strategy.parse, ("learned:3:1:4", "learned:3:3:8", "ngram:4:1:5")))
+    arms = tuple(
+        map(strategy.parse, ("learned:3:1:4", "learned:3:3:8", "ngram:4:1:5", "learned:3:1:4@2"))
+    )
 
     def cost(bucket, choice):
-        return 1 + 0.05 * choice.nodes
+        return 1 + 0.05 * choice.total(bucket.rows) / bucket.rows
 
     adaptive = goodput.controller(lambda rows: arms, cost, goodput.Settings(explore=0.5))
     by_turns = bandit.controller(lambda rows: arms, epsilon=0.3)
@@ -90,6 +97,8 @@ def cases() -> list[Case]:
         Case("fastgrpo tree", "fastgrpo", True, fixed("learned:3:3:8"), "a"),
         Case("fastgrpo tree without shared noise", "fastgrpo", False, fixed("learned:3:3:8"), "a"),
         Case("eagle tree", "eagle", True, fixed("learned:3:3:8"), "b"),
+        Case("fastgrpo drafts shared among rows", "fastgrpo", True, fixed("learned:3:1:4@2"), "b"),
+        Case("oracle drafts shared among rows", "fastgrpo", True, fixed("oracle:4:1:5@2.5"), "a"),
         Case("ngram chain", "fastgrpo", True, fixed("ngram:4:1:5"), "a"),
         Case("oracle chain", "fastgrpo", True, fixed("oracle:4:1:5"), "b"),
         Case("oracle tree", "fastgrpo", True, fixed("oracle:2:3:7"), "a"),

@@ -193,9 +193,9 @@ def player(
     used = {s.drafter for s in choices}
     draft_vocab.check(args.vocab, choices, "--vocab")
     rejection = args.verify == "rejection"
-    if rejection and any(s.depth and not s.chain for s in choices):
+    if rejection and any(not s.drawn for s in choices):
         raise base.UserError(
-            f"--verify is 'rejection' and --methods holds {method!r}, which drafts more than chains"
+            f"--verify is 'rejection' and --methods holds {method!r}, which drafts other than whole chains"
         )
     spec = speculate.Spec(
         bench.model.config,
@@ -242,7 +242,7 @@ def _controller(bench: Bench, method: str) -> strategy.Controller:
     chains = args.verify == "rejection"
     arms = functools.cache(
         lambda rows: tuple(
-            s for s in costs.arms(table, rows, bench.drafters) if s.chain or not chains
+            s for s in costs.arms(table, rows, bench.drafters) if s.drawn or not chains
         )
     )
     if method == "goodput":

@@ -97,7 +97,7 @@ def run(args) -> int:
 def _bound(bench: players.Bench, rows: int) -> dict:
     """Find what the best chain of the oracle could gain if rounds cost their bare forward."""
     config, slots = bench.model.config, bench.limits.total + 16
-    choices = (base.PLAIN, *costs.candidates("oracle"))
+    choices = (base.PLAIN, *costs.candidates("oracle", 1))
     runs = {str(s): _bare(config, bench.weights, rows, s.nodes, slots) for s in choices}
     found = common.interleave(runs, max(bench.args.repeats, 5))
     plain = statistics.median(found["off"])

@@ -17,6 +17,16 @@ from fastgrpo_jax.models.attention import attend
 _init = nn.initializers.normal(0.02)
 
 
+def pack(x: Array, packing: base.Packing | None) -> Array:
+    """Take the tokens of a packing out of [B, M, ...], as [1, N, ...]."""
+    return x if packing is None else x[packing.row, packing.node][None]
+
+
+def unpack(x: Array, packing: base.Packing | None) -> Array:
+    """Put tokens [1, N, ...] back as [B, M, ...]; those that were left out are anything."""
+    return x if packing is None else x[0][packing.place]
+
+
 def at_least_float32(dtype) -> jnp.dtype:
     """Return float32, or the dtype itself where it is wider."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -96,7 +106,8 @@ class Attention(nn.Module):
     """Grouped-query attention with optional q/k/v bias and per-head q/k norm.
 
     `remember` maps this forward's keys and values [B, K, T, H] to all that can be seen
-    [B, K, S, H]: the identity in training, a cache write in decoding.
+    [B, K, S, H]: the identity in training, a cache write in decoding. With a packing, x has the
+    tokens in one line, and only the attention itself is over rows.
     """
 
     heads: int
@@ -110,8 +121,13 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T E"], angles, mask: Bool[Array, "B T S"], remember: Callable
-    ) -> Float[Array, "B T E"]:
+        self,
+        x: Float[Array, "X Y E"],
+        angles,
+        mask: Bool[Array, "B T S"],
+        remember: Callable,
+        packing: base.Packing | None = None,
+    ) -> Float[Array, "X Y E"]:
         rows, tokens, width = x.shape
 
         def project(name: str, heads: int):
@@ -122,6 +138,7 @@ class Attention(nn.Module):
         if self.qk_norm:
             q = RMSNorm(self.norm_eps, name="q_norm")(q)
             k = RMSNorm(self.norm_eps, name="k_norm")(k)
-        k, v = remember(rotate(k, angles).swapaxes(1, 2), v.swapaxes(1, 2))
-        out = attend(rotate(q, angles), k, v, mask, self.kernel)
+        q, k, v = (unpack(y, packing) for y in (rotate(q, angles), rotate(k, angles), v))
+        k, v = remember(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        out = pack(attend(q, k, v, mask, self.kernel), packing)
         return Linear(width, bias=self.o_bias, name="o")(out)

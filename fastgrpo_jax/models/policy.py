@@ -20,7 +20,7 @@ class Block(nn.Module):
     config: base.PolicyConfig
 
     @nn.compact
-    def __call__(self, x, angles, mask, remember):
+    def __call__(self, x, angles, mask, remember, packing=None):
         c = self.config
         attention = layers.Attention(
             c.heads,
@@ -33,7 +33,8 @@ class Block(nn.Module):
             c.attention,
             name="attn",
         )
-        x += attention(layers.RMSNorm(c.norm_eps, name="attn_norm")(x), angles, mask, remember)
+        normed = layers.RMSNorm(c.norm_eps, name="attn_norm")(x)
+        x += attention(normed, angles, mask, remember, packing)
         return x + layers.SwiGLU(c.ffn, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x))
 
 
@@ -41,7 +42,8 @@ class Policy(nn.Module):
     """Decoder body: tokens to features (the last hidden state after the final norm).
 
     With a cache, this forward's keys and values are written at `start` of each row, and
-    `mask` is over the cache's slots; without, `mask` is over the T tokens themselves.
+    `mask` is over the cache's slots; without, `mask` is over the T tokens themselves. With a
+    packing only its tokens are run, and features come as its line, [1, N, E].
     """
 
     config: base.PolicyConfig
@@ -55,15 +57,16 @@ class Policy(nn.Module):
         mask: Bool[Array, "B T S"],
         cache: base.KVCache | None = None,
         start: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B T E"], base.KVCache | None]:
+        packing: base.Packing | None = None,
+    ) -> tuple[Float[Array, "X Y E"], base.KVCache | None]:
         c = self.config
         dtype = jnp.dtype(c.dtype)
         table = self.param("embed", nn.initializers.normal(0.02), (c.vocab, c.hidden))
         if not c.tied:
             self.param("head", nn.initializers.normal(0.02), (c.vocab, c.hidden))
         freq = layers.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
-        angles = layers.rope_angles(positions, freq, dtype)
-        x = embed(table, tokens, dtype)
+        angles = layers.rope_angles(layers.pack(positions, packing), freq, dtype)
+        x = embed(table, layers.pack(tokens, packing), dtype)
         block = nn.remat(Block, static_argnums=(4,)) if self.remat else Block
         keys, values = [], []
         for i in range(c.layers):
@@ -76,7 +79,7 @@ class Policy(nn.Module):
                     values.append(v)
                 return k, v
 
-            x = block(c, name=f"layer_{i}")(x, angles, mask, remember)
+            x = block(c, name=f"layer_{i}")(x, angles, mask, remember, packing)
         x = layers.RMSNorm(c.norm_eps, name="norm")(x)
         return x, None if cache is None else base.KVCache(tuple(keys), tuple(values))
 

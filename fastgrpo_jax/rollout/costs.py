@@ -42,9 +42,9 @@ class Table(NamedTuple):
 def seconds(table: Table, bucket: base.Bucket, choice: base.DraftStrategy) -> float:
     """Predict the seconds of a round.
 
-    forward(B * M) + caches(B) + depth * draft(B * width), the last for the learned drafter only.
+    forward(tokens) + caches(B) + depth * draft(B * width), the last for the learned drafter only.
     """
-    total = _read(table.forward, bucket.rows * choice.nodes) + _caches(table, bucket.rows)
+    total = _read(table.forward, choice.total(bucket.rows)) + _caches(table, bucket.rows)
     if choice.drafter in ("learned", "hybrid") and table.draft:
         total += choice.depth * _read(table.draft, bucket.rows * choice.width)
     return total
@@ -78,14 +78,19 @@ def c_peak(table: Table) -> int:
     return strategy.knee({size: size / s for size, s in table.forward.items()})
 
 
-def candidates(drafter: str) -> tuple[base.DraftStrategy, ...]:
-    """List the strategies of a drafter that are worth weighing on any machine."""
+def candidates(drafter: str, rows: int) -> tuple[base.DraftStrategy, ...]:
+    """List the strategies of a drafter that are worth weighing on any machine.
+
+    Where there are some rows, they may share drafts out among them.
+    """
+    shared = [(1, 1.5), (2, 1.5), (2, 2.0), (3, 2.0), (4, 3.0), (6, 4.0)] if rows >= 4 else []
     if drafter == "learned":
         chains = [(d, 1, d + 1) for d in (1, 2, 3, 4, 5, 6, 8)]
         trees = [(2, 2, 4), (3, 2, 6), (3, 4, 8), (4, 4, 12), (5, 6, 24), (6, 8, 48)]
     else:
         chains, trees = [(d, 1, d + 1) for d in (1, 2, 3, 4, 6, 8)], []
-    return tuple(base.DraftStrategy(drafter, *x) for x in chains + trees)
+    whole = [base.DraftStrategy(drafter, *x) for x in chains + trees]
+    return (*whole, *(base.DraftStrategy(drafter, d, 1, d + 1, share) for d, share in shared))
 
 
 def arms(
@@ -103,7 +108,8 @@ def arms(
     for drafter in drafters:
         for level in levels:
             value = {
-                s: tokens_at(s, level) / seconds(table, bucket, s) for s in candidates(drafter)
+                s: tokens_at(s, level) / seconds(table, bucket, s)
+                for s in candidates(drafter, rows)
             }
             enough = max(plain, max(value.values()) * (1 - NEAR))
             found += [s for s in value if value[s] > plain and value[s] >= enough]
@@ -111,9 +117,23 @@ def arms(
 
 
 def tokens_at(choice: base.DraftStrategy, acceptance: float) -> float:
-    """Compute E[tokens of a round] where each first child is right with one probability."""
+    """Compute E[tokens of a row's round] where each first child is right with one probability."""
     rate = acceptance if choice.chain else widened(acceptance, choice)
-    return sum(rate**j for j in range(choice.depth + 1))
+    reach = [rate**j for j in range(1, choice.depth + 1)]
+    return 1.0 + (spread(reach, choice.share - 1) if choice.share else sum(reach))
+
+
+def spread(reach: Iterable[float], drafts: float) -> float:
+    """Compute how many of a row's drafts are right where it has `drafts` of them on average.
+
+    reach: the chance that the draft of each level is right and all before it; rows have one
+    before any has two. Choosing the likeliest does better, as far as chances differ.
+    """
+    total = 0.0
+    for chance in reach:
+        part = min(max(drafts, 0.0), 1.0)
+        total, drafts = total + part * chance, drafts - part
+    return total
 
 
 def widened(rate: float, choice: base.DraftStrategy) -> float:

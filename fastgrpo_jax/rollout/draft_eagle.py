@@ -109,12 +109,14 @@ def feed(
 class Drafted(NamedTuple):
     """A drafted tree, and what it left behind.
 
+    scores: log of the estimated acceptance of each node of a chain, of all before it included.
     said: logits that each level's first node drafted from, which in a chain are all.
     state: the memory with scratch beyond its last fed pair. To go on from it, not from the one
       before, lets the cache be written in place.
     """
 
     tree: base.DraftTree
+    scores: Float[Array, "B C"]
     said: Float[Array, "B D W"]
     state: EagleState
 
@@ -205,4 +207,4 @@ def propose(
         made = tree.chain(root, tokens)
     else:
         made = tree.prune(root, tokens, scores, parent, strategy.nodes - 1)
-    return Drafted(made, jnp.stack(said, axis=1), state._replace(cache=cache))
+    return Drafted(made, scores, jnp.stack(said, axis=1), state._replace(cache=cache))

@@ -28,8 +28,10 @@ def propose(
     depth: int,
     longest: int,
     earlier: Earlier | None = None,
-) -> Int[Array, "B D"]:
+) -> tuple[Int[Array, "B D"], Int[Array, " B"]]:
     """Propose `depth` tokens per row; -1 (never accepted) where nothing matches or is known.
+
+    Also returns how many tokens the match has.
 
     The longest match of at most `longest` tokens wins; of equal ones the row's own before a
     sibling's before an earlier answer's, and the latest of these.
@@ -67,4 +69,5 @@ def propose(
     flat = corpus.reshape(rows.shape[0], -1)
     tokens = jnp.take_along_axis(flat, source[:, None] * span + jnp.minimum(at, span - 1), axis=1)
     valid = hit[:, None] & (at < jnp.take_along_axis(known, source[:, None], axis=1))
-    return jnp.where(valid, tokens, -1).astype(jnp.int32)
+    length = jnp.take_along_axis(matched.reshape(rows.shape[0], -1), best[:, None], axis=1)[:, 0]
+    return jnp.where(valid, tokens, -1).astype(jnp.int32), length.astype(jnp.int32)

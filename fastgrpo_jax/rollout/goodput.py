@@ -70,24 +70,24 @@ def controller(
         return tuple(dict.fromkeys((base.PLAIN, *arms(rows))))
 
     def choose(memory, now, rounds) -> strategy.Choice:
-        seconds, value = weigh(memory, now.bucket)
+        seconds, value = weigh(memory, now)
         best = max(value, key=value.__getitem__)
-        hoped = {s: _seconds(memory, cost, now.bucket, s, hope=True) for s in value}
-        tried = _trial(memory, settings, seconds, hoped, value, best) or best
-        known = not tried.depth or _at(_counts(memory, tried), "tried", 0) >= settings.known
+        tried = _trial(memory, settings, cost, now, seconds, value, best) or best
+        seen = _at(_counts(memory, tried, now.bucket.rows), "tried", 0)
+        known = not tried.depth or seen >= settings.known
         short = tried != best or not known
         return strategy.Choice(tried, min(settings.trial_rounds, rounds) if short else rounds)
 
-    def weigh(memory, bucket) -> tuple[dict, dict]:
+    def weigh(memory, now) -> tuple[dict, dict]:
         """Estimate each choice's seconds of a round, and its tokens of a row per second."""
-        choices = possible(bucket.rows)
-        seconds = {s: _seconds(memory, cost, bucket, s) for s in choices}
-        return seconds, {s: expected_tokens(memory, s, settings) / seconds[s] for s in choices}
+        choices = possible(now.bucket.rows)
+        seconds = {s: _seconds(memory, cost, now.bucket, s) for s in choices}
+        return seconds, {s: expected_tokens(memory, s, settings, now) / seconds[s] for s in choices}
 
     def observe(memory, outcome) -> strategy.Memory:
         if not outcome.rounds:
             return memory
-        seconds, value = weigh(memory, outcome.situation.bucket)
+        seconds, value = weigh(memory, outcome.situation)
         if settings.frozen or math.isnan(outcome.seconds):
             outcome = outcome._replace(seconds=seconds[outcome.strategy] * outcome.rounds)
         else:
@@ -104,17 +104,24 @@ def controller(
 
 
 def expected_tokens(
-    memory: strategy.Memory, choice: base.DraftStrategy, settings: Settings, hope: float = 0.0
+    memory: strategy.Memory,
+    choice: base.DraftStrategy,
+    settings: Settings,
+    now: strategy.Situation,
+    hope: float = 0.0,
 ) -> float:
     """Estimate the tokens that a row's round emits: 1 + sum_i prod_{j <= i} a_j.
 
     a_j, the acceptance at depth j given that of j - 1, is the judged drafts' own rate drawn
     towards that of the drafter's chains, widened to a tree's children; `hope` adds so many of
-    its standard errors.
+    its standard errors. A strategy that shares drafts out among rows is known by what its rows
+    got, drawn towards what the chains' rates promise for as many drafts.
     """
-    total = reach = 1.0
-    own = _counts(memory, choice)
+    own = _counts(memory, choice, now.bucket.rows)
     chains = memory.get("drafts", {}).get(f"{choice.drafter}:1", {})
+    if choice.share:
+        return 1 + _shared(own, chains, choice, settings, now, hope)
+    total = reach = 1.0
     above = settings.prior
     for j in range(choice.depth):
         above = _rate(chains, j, above, settings.prior_weight)
@@ -127,15 +134,30 @@ def expected_tokens(
     return total
 
 
-def _family(choice: base.DraftStrategy) -> str:
+def _shared(own, chains, choice, settings: Settings, now: strategy.Situation, hope: float) -> float:
+    """Estimate the drafts that a row gets right where a bucket's rows share them."""
+    reach, above = [1.0], settings.prior
+    for j in range(choice.depth):
+        above = _rate(chains, j, above, settings.prior_weight)
+        reach.append(reach[-1] * above)
+    drafts = choice.total(now.bucket.rows) / now.live - 1
+    promised, seen = costs.spread(reach[1:], drafts), own.get("rows", 0.0)
+    weight = settings.prior_weight
+    right = (sum(own.get("accepted", ())) + weight * promised) / (seen + weight)
+    return right + hope * math.sqrt(right * (1 + right) / (seen + weight))  # of a geometric count
+
+
+def _family(choice: base.DraftStrategy, rows: int) -> str:
     """Name the strategies whose drafts at a depth are the same: all chains of a drafter."""
+    if choice.share:
+        return f"{choice}/{rows}"
     if choice.chain:
         return f"{choice.drafter}:1"
     return f"{choice.drafter}:{choice.depth}:{choice.width}:{choice.nodes}"
 
 
-def _counts(memory: strategy.Memory, choice: base.DraftStrategy) -> dict:
-    return memory.get("drafts", {}).get(_family(choice), {})
+def _counts(memory: strategy.Memory, choice: base.DraftStrategy, rows: int) -> dict:
+    return memory.get("drafts", {}).get(_family(choice, rows), {})
 
 
 def _at(counts: dict, name: str, depth: int) -> float:
@@ -148,13 +170,14 @@ def _rate(counts: dict, depth: int, guess: float, weight: float) -> float:
     return (accepted + weight * guess) / (tried + weight)
 
 
-def _trial(memory, settings, seconds, hoped, value, best) -> base.DraftStrategy | None:
+def _trial(memory, settings, cost: Cost, now, seconds, value, best) -> base.DraftStrategy | None:
     """Choose what to try now: the most hopeful choice that may beat the best, if affordable."""
-    hopes = {
-        s: expected_tokens(memory, s, settings, settings.hope) / hoped[s]
-        for s in value
-        if s != best and s.depth
-    }
+
+    def hopeful(s: base.DraftStrategy) -> float:
+        tokens = expected_tokens(memory, s, settings, now, settings.hope)
+        return tokens / _seconds(memory, cost, now.bucket, s, hope=True)
+
+    hopes = {s: hopeful(s) for s in value if s != best and s.depth}
     hopes = {s: hope for s, hope in hopes.items() if hope > value[best]}
     if not hopes:
         return None
@@ -184,7 +207,7 @@ def _count(memory, outcome: strategy.Outcome, settings: Settings, rows: float) -
         return memory
     window = max(settings.window, settings.window_rounds * rows)
     drafts = memory.get("drafts", {})
-    family = _family(outcome.strategy)
+    family = _family(outcome.strategy, outcome.situation.bucket.rows)
     old = drafts.get(family, {})
     accepted, tried = [], []
     fade = max(1 - outcome.tried[0] / window, 0.0)  # of all depths, lest the deep ones stay stale
@@ -193,7 +216,10 @@ def _count(memory, outcome: strategy.Outcome, settings: Settings, rows: float) -
     for j, (a, t) in enumerate(zip(outcome.accepted, outcome.tried)):
         accepted.append(_at(old, "accepted", j) * fade + a)
         tried.append(_at(old, "tried", j) * fade + t)
-    return memory | {"drafts": drafts | {family: {"accepted": accepted, "tried": tried}}}
+    found = {"accepted": accepted, "tried": tried}
+    if outcome.strategy.share:
+        found["rows"] = old.get("rows", 0.0) * fade + outcome.row_rounds
+    return memory | {"drafts": drafts | {family: found}}
 
 
 def _contradicts(counts: dict, outcome: strategy.Outcome, limit: float) -> bool:
@@ -209,9 +235,13 @@ def _contradicts(counts: dict, outcome: strategy.Outcome, limit: float) -> bool:
 
 def _faded(drafts: dict, keep: float) -> dict:
     return {
-        family: {name: [x * keep for x in values] for name, values in counts.items()}
+        family: {name: _times(keep, values) for name, values in counts.items()}
         for family, counts in drafts.items()
     }
+
+
+def _times(keep: float, values):
+    return [x * keep for x in values] if isinstance(values, list) else values * keep
 
 
 def _key(bucket: base.Bucket, choice: base.DraftStrategy) -> str:

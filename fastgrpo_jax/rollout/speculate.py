@@ -101,21 +101,25 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     dice = noise
     if spec.rejection:  # drafts that know the target's dice would not be drafts from q
         dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
-    draft, said, memory = _propose(spec, strategy, weights, state, view, dice)
-    features, cache = _verify(spec, weights, state, view, draft, depth)
+    draft, said, scores, memory = _propose(spec, strategy, weights, state, view, dice)
+    packing, tried = None, depth
+    if strategy.share:
+        draft, packing = _share(strategy, draft, scores, view)
+        tried = jnp.sum(draft.tokens[:, 1:] >= 0, axis=1)[:, None]
+    features, cache = _verify(spec, weights, state, view, draft, depth, packing)
     logits = policy.logits(features, policy.head_table(weights.policy))
     if spec.rejection:
         coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)[:, :depth]
         q = _drafted_from(draft, said, weights.draft_ids, view.settings.temperature, logits)
         verdict = _reject(view, logits, draft, q, coins, noise)
     else:
-        verdict = _walk(view, logits, draft, noise, depth)
+        verdict = _walk(view, logits, draft, noise, depth, packing)
     verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
     if not (strategy.chain or depth == 0):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
     sequences = _append(state, view, verdict, stopped)
     if memory is not None:
-        path = jnp.take_along_axis(features, verdict.nodes[..., None], axis=1)
+        path = _at_nodes(features, verdict.nodes, packing)
         memory = draft_eagle.store(memory, path, view.length - 1)
         if strategy.drafter == "learned":
             ready = jnp.where(view.live, view.length - 1 + verdict.count, 0)
@@ -124,19 +128,28 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     taken = verdict.count[:, None] > index + 1
     over = stopped | (verdict.count >= view.room)
     judged = taken | ((verdict.count[:, None] == index + 1) & ~over[:, None])
-    judged &= index < depth
+    judged &= index < tried
     counts = (view.live.sum(), verdict.count.sum(), taken.sum(0), judged.sum(0))
     new = state._replace(sequences=sequences, cache=cache, draft=memory)
     return new, jax.tree.map(lambda x: x.astype(jnp.int32), counts)
 
 
-def _propose(spec, strategy, weights, state, view, noise):
-    """Draft a tree: it, what a learned drafter said (else None), and the drafter's memory."""
+class _Proposal(NamedTuple):
+    """A drafted tree. said: a learned drafter's logits; scores [B, D]: how sure a chain is, less
+    with each level; memory: the learned drafter's afterwards."""
+
+    tree: base.DraftTree
+    said: Any
+    scores: Any
+    memory: Any
+
+
+def _propose(spec, strategy, weights, state, view, noise) -> _Proposal:
     if strategy.depth == 0:
         nothing = jnp.zeros((view.root.shape[0], 0), jnp.int32)
-        return tree.chain(view.root, nothing), None, state.draft
+        return _Proposal(tree.chain(view.root, nothing), None, None, state.draft)
     if strategy.drafter == "ngram":
-        tokens = draft_ngram.propose(
+        tokens, matched = draft_ngram.propose(
             state.sequences,
             state.rows,
             spec.group,
@@ -144,13 +157,16 @@ def _propose(spec, strategy, weights, state, view, noise):
             spec.ngram_longest,
             weights.earlier,
         )
-        return tree.chain(view.root, tokens), None, state.draft
+        # Of the longest matches the most go on: m of m + 1, level by level.
+        scores = (1 + jnp.arange(strategy.depth)) * jnp.log(matched / (matched + 1))[:, None]
+        return _Proposal(tree.chain(view.root, tokens), None, scores, state.draft)
     if strategy.drafter == "oracle":
         fan = draft_oracle.propose(
             weights.oracle, view.root, state.rows, view.length, strategy, spec.policy.vocab
         )
-        return fan, None, state.draft
-    return draft_eagle.propose(
+        scores = jnp.broadcast_to(-jnp.arange(1.0, fan.tokens.shape[1]), fan.tokens[:, 1:].shape)
+        return _Proposal(fan, None, scores, state.draft)
+    drafted = draft_eagle.propose(
         spec.eagle,
         learned(weights),
         state.draft,
@@ -161,6 +177,31 @@ def _propose(spec, strategy, weights, state, view, noise):
         strategy,
         spec.shared_noise,
     )
+    return _Proposal(drafted.tree, drafted.said, drafted.scores, drafted.state)
+
+
+def _share(strategy, draft, scores, view) -> tuple[base.DraftTree, base.Packing]:
+    """Choose which nodes a bucket verifies: live rows' roots, and the likeliest of all drafts.
+
+    Scores fall along a chain and of equals the earlier is taken, so what is kept of a row is
+    the beginning of its chain; the rest becomes -1, which is never accepted. Between rows with
+    equal scores the one with more left to say comes first.
+    """
+    rows, nodes = draft.tokens.shape
+    live = view.live[:, None]
+    urgent = 1e-6 * view.room[:, None] / jnp.maximum(view.room.max(), 1)
+    rank = jnp.where(live & (draft.tokens[:, 1:] >= 0), scores + urgent, -jnp.inf)
+    root = jnp.where(live, jnp.inf, -jnp.inf).astype(rank.dtype)
+    value, best = jax.lax.top_k(
+        jnp.concatenate([root, rank], axis=1).reshape(-1), strategy.total(rows)
+    )
+    best = best.astype(jnp.int32)
+    kept = jnp.zeros(rows * nodes, bool).at[best].set(value > -jnp.inf).reshape(rows, nodes)
+    place = jnp.zeros(rows * nodes, jnp.int32).at[best].set(jnp.arange(best.size, dtype=jnp.int32))
+    kept = kept.at[:, 0].set(True)
+    tokens = jnp.where(kept, draft.tokens, -1)
+    packing = base.Packing(best // nodes, best % nodes, place.reshape(rows, nodes))
+    return draft._replace(tokens=tokens), packing
 
 
 def _append(state: base.RolloutState, view: View, verdict: base.Verdict, stopped):
@@ -181,8 +222,8 @@ def _append(state: base.RolloutState, view: View, verdict: base.Verdict, stopped
     )
 
 
-def _verify(spec, weights, state, view, draft, depth):
-    """Run the target once over all nodes: features, the cache, and the depth of each node."""
+def _verify(spec, weights, state, view, draft, depth, packing):
+    """Run the target once over all nodes, or a packing of them: its features, and the cache."""
     seen = tree.ancestors(draft.parent, depth)
     start = view.length - 1
     slots = state.cache.k[0].shape[2]
@@ -198,16 +239,24 @@ def _verify(spec, weights, state, view, draft, depth):
         mask,
         state.cache,
         start,
+        packing,
     )
     return features, cache
 
 
-def _walk(view: View, logits, draft, noise, depth: int) -> base.Verdict:
+def _at_nodes(x, nodes, packing):
+    """Take each row's values at some nodes, [B, n, ...], out of a forward's."""
+    if packing is None:
+        return jnp.take_along_axis(x, nodes[..., None], axis=1)
+    return x[0][jnp.take_along_axis(packing.place, nodes, axis=1)]
+
+
+def _walk(view: View, logits, draft, noise, depth: int, packing) -> base.Verdict:
     """Follow the draft as long as it holds the tokens that plain decoding would draw."""
     v = view.settings
 
     def draw(node, d):
-        here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
+        here = _at_nodes(logits, node[:, None], packing)[:, 0]
         return sampling.draw(here, noise[:, d], v.temperature, v.top_k, v.top_p)
 
     return accept.walk(draft, draw, depth)

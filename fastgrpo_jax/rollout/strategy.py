@@ -86,12 +86,19 @@ def parse(text: str) -> base.DraftStrategy:
     """
     if text == "off":
         return base.PLAIN
-    parts = text.split(":")
+    chain, _, share = text.partition("@")
+    parts = chain.split(":")
     numbers = all(p.isascii() and p.isdigit() for p in parts[1:])
     if len(parts) != 4 or parts[0] not in DRAFTERS[1:] or not numbers:
         raise base.UserError(
             f"strategy is {text!r}; allowed: off, or drafter:depth:width:nodes with a drafter of "
-            f"{', '.join(DRAFTERS[1:])}, e.g. learned:3:2:6"
+            f"{', '.join(DRAFTERS[1:])}, e.g. learned:3:2:6, or a chain with a share of its nodes, "
+            "e.g. learned:3:1:4@1.5"
+        )
+    if "@" in text and not _decimal(share):
+        raise base.UserError(
+            f"strategy is {text!r}; after the @ stands how many nodes of a row are verified on "
+            "average, e.g. learned:3:1:4@1.5"
         )
     if int(parts[1]) < 1:
         raise base.UserError(f"strategy is {text!r}; depth must be 1 or more, or say off")
@@ -99,7 +106,9 @@ def parse(text: str) -> base.DraftStrategy:
         raise base.UserError(
             f"strategy is {text!r}; depth may be {DEEPEST} at most, nodes {MOST_NODES}"
         )
-    strategy = base.DraftStrategy(parts[0], *map(int, parts[1:]))
+    strategy = base.DraftStrategy(parts[0], *map(int, parts[1:]), float(share or 0))
+    if "@" in text and not strategy.share:
+        raise base.UserError(f"strategy is {text!r}; a share must lie above 1")
     if strategy.drafter == "oracle" and strategy.nodes != 1 + strategy.depth * strategy.width:
         raise base.UserError(
             f"strategy is {text!r}; the oracle fans out at every level: its nodes are "
@@ -108,6 +117,10 @@ def parse(text: str) -> base.DraftStrategy:
     if strategy.drafter == "ngram" and not strategy.chain:
         raise base.UserError(f"strategy is {text!r}; the n-gram drafter makes chains: width 1")
     return strategy
+
+
+def _decimal(text: str) -> bool:
+    return text.isascii() and text.replace(".", "", 1).isdigit()
 
 
 def constant(name: str, strategy: base.DraftStrategy) -> Controller:

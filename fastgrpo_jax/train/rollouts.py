@@ -61,7 +61,7 @@ def _arms(c, setup: setup_lib.Setup, table: costs.Table):
     drafters = ("ngram",) if setup.eagle is None else ("learned", "ngram")
     chains = c.rollout.verify == "rejection"
     return functools.cache(
-        lambda rows: tuple(s for s in costs.arms(table, rows, drafters) if s.chain or not chains)
+        lambda rows: tuple(s for s in costs.arms(table, rows, drafters) if s.drawn or not chains)
     )
 
 
@@ -105,10 +105,11 @@ def _check_chains(c, choices) -> None:
             "drawn cannot be verified so; allowed: draft_noise=shared"
         )
     for choice in choices:
-        if choice.depth and not choice.chain:
+        if not choice.drawn:
             raise base.UserError(
                 f"rollout.verify is 'rejection', but rollout.controller {c.rollout.controller!r} "
-                f"may choose {choice}, which is no chain; allowed: strategies of width 1"
+                f"may choose {choice}, which is no whole chain; "
+                "allowed: strategies of width 1 without a share"
             )
 
 

@@ -178,7 +178,7 @@ def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
         (["rollout", "--quick", "--vocab=1", "--rows=2", "--methods=learned:2:2:4"], "2 children"),
         (
             ["rollout", "--quick", "--verify=rejection", "--rows=2", "--methods=learned:2:2:4"],
-            "more than chains",
+            "other than whole chains",
         ),
         (["drafter", "--save=x", "--group=3"], "--group is 3; allowed: divisors of 8"),
         (["drafter", "--save=x", "--held=1"], "--held is 1.0; allowed: 0 or more, below 1"),

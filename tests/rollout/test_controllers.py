@@ -283,10 +283,11 @@ def test_choices_are_what_could_be_best_and_nothing_where_nothing_pays():
     for s in few:
         assert any(
             costs.tokens_at(s, a) / cost_of(s)
-            >= 0.95 * max(costs.tokens_at(x, a) / cost_of(x) for x in costs.candidates(s.drafter))
+            >= 0.95
+            * max(costs.tokens_at(x, a) / cost_of(x) for x in costs.candidates(s.drafter, 1))
             for a in costs.LEVELS
         )
-    best = max(costs.candidates("learned"), key=lambda x: costs.tokens_at(x, 0.7) / cost_of(x))
+    best = max(costs.candidates("learned", 1), key=lambda x: costs.tokens_at(x, 0.7) / cost_of(x))
     assert best in few
 
 
@@ -302,12 +303,63 @@ def test_expected_tokens_of_a_chain_are_a_geometric_sum():
 
 def test_goodput_counts_by_depth_and_draws_to_the_prior():
     settings = goodput.Settings(prior=0.5, prior_weight=4.0)
-    assert goodput.expected_tokens({}, OFF, settings) == 1.0
-    assert goodput.expected_tokens({}, SHORT, settings) == 1.5
+    now = strategy.Situation(base.Bucket(8, 96), 8, 0)
+    assert goodput.expected_tokens({}, OFF, settings, now) == 1.0
+    assert goodput.expected_tokens({}, SHORT, settings, now) == 1.5
     drafts = {"learned:1": {"accepted": [96, 10], "tried": [96, 20]}}
     expected = 1 + (96 + 2) / 100 + (96 + 2) / 100 * (10 + 4 * 0.98) / 24
     chain = strategy.parse("learned:2:1:3")
-    assert goodput.expected_tokens({"drafts": drafts}, chain, settings) == pytest.approx(expected)
+    found = goodput.expected_tokens({"drafts": drafts}, chain, settings, now)
+    assert found == pytest.approx(expected)
+
+
+def test_shared_drafts_count_by_what_rows_got_drawn_to_what_chains_promise():
+    settings = goodput.Settings(prior=0.5, prior_weight=4.0)
+    choice = strategy.parse("learned:2:1:3@1.5")  # 12 of 8 rows' 24 nodes
+    chains = {"accepted": [796, 396], "tried": [996, 496]}  # .8 each, with the prior's 4
+
+    def expected(live, own=None, hope=0.0):
+        now = strategy.Situation(base.Bucket(8, 96), live, 0)
+        drafts = {"learned:1": chains} | ({f"{choice}/8": own} if own else {})
+        return goodput.expected_tokens({"drafts": drafts}, choice, settings, now, hope)
+
+    a, b = 798 / 1000, (396 + 4 * 0.798) / 500
+    assert expected(8) == pytest.approx(1 + 0.5 * a)  # half a draft a row, the first
+    assert expected(6) == pytest.approx(1 + a)  # a finished row leaves its drafts to the others
+    assert expected(4) == pytest.approx(1 + a + a * b)
+    own = {"accepted": [30.0, 6.0], "tried": [40.0, 10.0], "rows": 80.0}
+    right = (36 + 4 * 0.5 * a) / 84
+    assert expected(8, own) == pytest.approx(1 + right)
+    assert expected(8, own, hope=2.0) == pytest.approx(
+        1 + right + 2 * (right * (1 + right) / 84) ** 0.5
+    )
+
+
+def test_a_share_costs_the_tokens_it_verifies_and_is_weighed_with_some_rows_only():
+    choice = strategy.parse("learned:3:1:4@1.5")
+    assert [choice.total(rows) for rows in (1, 2, 3, 8, 64)] == [2, 3, 4, 12, 96]
+    assert strategy.parse("learned:3:1:4").total(8) == 32
+    bucket = base.Bucket(32, 96)
+    whole = costs.seconds(TABLE, bucket, strategy.parse("ngram:1:1:2"))  # 64 tokens
+    assert costs.seconds(TABLE, bucket, strategy.parse("ngram:3:1:4@2")) == whole
+    assert costs.spread([0.5, 0.25, 0.125], 1.5) == 0.5 + 0.125
+    assert costs.spread([0.5], 3.0) == 0.5 and costs.spread([0.5], 0.0) == 0.0
+    assert costs.tokens_at(choice, 0.5) == 1 + 0.25
+    assert not any(s.share for s in costs.candidates("learned", 2))
+    assert any(s.share for s in costs.candidates("ngram", 8))
+
+
+def test_goodput_counts_what_rows_that_share_their_drafts_get():
+    choice = strategy.parse("learned:2:1:3@1.5")
+    controller = goodput.controller(lambda rows: (choice,), lambda b, s: 1.0 + s.depth / 10)
+    now = strategy.Situation(base.Bucket(8, 96), 8, 0)
+    outcome = strategy.Outcome(now, choice, 4, 32, 50, (14, 4), (14, 5), 4.0)
+    memory = controller.observe({}, outcome)
+    assert memory["drafts"] == {
+        "learned:2:1:3@1.5/8": {"accepted": [14, 4], "tried": [14, 5], "rows": 32.0}
+    }
+    half = controller.renew(memory)["drafts"]["learned:2:1:3@1.5/8"]
+    assert half == {"accepted": [7, 2], "tried": [7, 2.5], "rows": 16.0}
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):

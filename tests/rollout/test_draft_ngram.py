@@ -11,7 +11,7 @@ from fastgrpo_jax.rollout import draft_ngram
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def compiled(sequences, rows, group, depth, longest, earlier=None):
-    return draft_ngram.propose(sequences, rows, group, depth, longest, earlier)
+    return draft_ngram.propose(sequences, rows, group, depth, longest, earlier)[0]
 
 
 def sequences(lines, span):

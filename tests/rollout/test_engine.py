@@ -143,7 +143,9 @@ def test_reports_count_what_was_accepted_and_tried(text, told, stop):
     assert not sums(run, "accepted")[DEPTH:].any() and not sums(run, "tried")[DEPTH:].any()
 
 
-@pytest.mark.parametrize("text", ("off", CHAIN, TREE, "learned:3:3:8", "ngram:3:1:4"))
+@pytest.mark.parametrize(
+    "text", ("off", CHAIN, TREE, "learned:3:3:8", "ngram:3:1:4", "oracle:3:1:4@1.6")
+)
 def test_reports_add_up_to_the_response(text):
     plain = toys.plain()
     run = answer(text, toys.told(plain, 0.6), stop=toys.STOP)
@@ -405,7 +407,7 @@ def compiled_block(choice: str, rows: int, slots: int):
     return decode.decode_block.lower(spec, strategy.parse(choice), *args).compile(), state
 
 
-@pytest.mark.parametrize("choice", ("off", "learned:2:1:3", "learned:2:2:4"))
+@pytest.mark.parametrize("choice", ("off", "learned:2:1:3", "learned:2:2:4", "learned:2:1:3@1.5"))
 def test_a_block_updates_every_cache_in_place(choice):
     """Temporaries grow with the slots by less than one layer's keys: no cache is copied."""
     rows, few, many = 4, 256, 1024

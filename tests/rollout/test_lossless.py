@@ -25,6 +25,8 @@ SETTINGS = {
 CHAIN, TREE = "oracle:3:1:4", "oracle:3:3:10"
 DRAFTS = [(text, accept) for text in (CHAIN, TREE) for accept in (0.0, 0.6, 1.0)]
 DRAFTS += [("learned:3:1:4", None), ("learned:3:3:8", None), ("ngram:3:1:4", None)]
+SHARED = "oracle:3:1:4@1.6"
+DRAFTS += [(SHARED, accept) for accept in (0.0, 0.6, 1.0)] + [("learned:3:1:4@1.6", None)]
 
 
 def rollout(weights, settings, controller, spec=toys.SPEC, **layout) -> generate.Rollout:
@@ -64,7 +66,8 @@ def test_no_draft_changes_a_token(settings, text, accept):
     toys.assert_same(run.batch, plain.batch)
     share = toys.accepted_share(run)
     if text.startswith("oracle"):
-        assert {0.0: share < 0.1, 0.6: 0.3 <= share < 0.7, 1.0: share >= 0.6}[accept]
+        few = 0.2 if "@" in text else 0.0  # of the drafts, hardly more than one a row is tried
+        assert {0.0: share < 0.1, 0.6: 0.3 - few <= share < 0.7, 1.0: share >= 0.6 - few}[accept]
     elif text.startswith("learned"):
         assert share > 0.1
     elif settings.temperature == 0:
@@ -76,7 +79,8 @@ def test_no_draft_changes_a_token(settings, text, accept):
 def test_switching_at_every_block_changes_no_token(settings, rounds):
     """Each strategy finds the caches as the one before left them (D7)."""
     plain = toys.plain(settings)
-    texts = ("off", "learned:3:3:8", TREE, "ngram:3:1:4", "learned:3:1:4", CHAIN)
+    texts = ("off", "learned:3:3:8", TREE, "ngram:3:1:4", "learned:3:1:4", SHARED, CHAIN)
+    texts += ("learned:3:1:4@1.6", "ngram:3:1:4@2")
     controller = strategy.cycle(tuple(map(strategy.parse, texts)))
     run = rollout(toys.told(plain, 0.6), settings, controller, rounds=rounds)
     toys.assert_same(run.batch, plain.batch)
@@ -84,7 +88,7 @@ def test_switching_at_every_block_changes_no_token(settings, rounds):
         assert {str(b.strategy) for b in run.blocks} == set(texts)
 
 
-@pytest.mark.parametrize("text", ("learned:3:1:4", "learned:3:3:8"))
+@pytest.mark.parametrize("text", ("learned:3:1:4", "learned:3:3:8", "learned:3:1:4@1.6"))
 def test_a_drafter_of_nan_changes_no_token(text):
     plain = toys.plain()
     run = rollout(toys.poisoned(toys.weights()), toys.SAMPLED, toys.fixed(text))
@@ -260,7 +264,7 @@ def tiny():
 
 
 @pytest.mark.parametrize("settings", (toys.SAMPLED, generate.Settings(0.7, 4, 0.9)), ids=str)
-@pytest.mark.parametrize("text", ("oracle:4:1:5", "learned:2:2:5"))
+@pytest.mark.parametrize("text", ("oracle:4:1:5", "learned:2:2:5", "learned:3:1:4@1.5"))
 def test_emitted_tokens_follow_the_models_distribution(tiny, text, settings):
     """At the first, the middle and the last (bonus) place of a round, also given the token
     before, and of whole responses, over 8192 rollouts (D8, D11)."""

@@ -78,13 +78,16 @@ def test_the_ngram_drafter_gets_a_chain_of_what_is_left():
     assert rule(81, 160, drafter="ngram") == (1, 0, 1)
 
 
-@pytest.mark.parametrize("text", ["off", "learned:3:2:6", "ngram:4:1:5", "oracle:3:2:7"])
+@pytest.mark.parametrize(
+    "text", ["off", "learned:3:2:6", "ngram:4:1:5", "oracle:3:2:7", "learned:3:1:4@1.5"]
+)
 def test_a_strategy_reads_as_it_is_written(text):
     assert str(strategy.parse(text)) == text
 
 
 def test_a_parsed_strategy_has_the_numbers_in_their_places():
     assert strategy.parse("learned:3:2:6") == base.DraftStrategy("learned", 3, 2, 6)
+    assert strategy.parse("ngram:3:1:4@2") == base.DraftStrategy("ngram", 3, 1, 4, 2.0)
     assert strategy.parse("off") == base.PLAIN == base.DraftStrategy("off", 0, 1, 1)
 
 
@@ -112,6 +115,14 @@ def test_a_parsed_strategy_has_the_numbers_in_their_places():
         "learned:3:2:12",  # more than 2 + 4 + 4 and the root
         "learned:3:1:5",
         "ngram:3:2:6",
+        "learned:3:2:6@2",  # a share is for chains
+        "learned:3:1:4@1",
+        "learned:3:1:4@4",
+        "learned:3:1:4@",
+        "learned:3:1:4@0",
+        "learned:3:1:4@x",
+        "learned:3:1:4@-2",
+        "off@2",
     ],
 )
 def test_a_strategy_that_is_none_is_refused_by_name(text):

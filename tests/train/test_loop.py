@@ -324,7 +324,7 @@ def test_bad_input_has_one_clear_error_before_any_work(capsys, tmp_path, flag, m
     ("changes", "message"),
     [
         (dict(drafter__vocab=1), "drafter.vocab is 1, but learned:2:2:4 drafts 2 children"),
-        (dict(rollout__verify="rejection"), "may choose learned:2:2:4, which is no chain"),
+        (dict(rollout__verify="rejection"), "may choose learned:2:2:4, which is no whole chain"),
         (dict(rollout__verify="rejection", rollout__draft_noise="off"), "draft_noise is 'off'"),
     ],
 )
