@@ -49,7 +49,9 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.explore = 0.02  # goodput: share of the time that trying other choices may cost
     c.rollout.timing = "live"  # live | frozen: costs from the start's table alone, exact resume
     c.rollout.measure_seconds = 60.0  # of the cost table at start; kept in compilation_cache
-    c.rollout.strategy = "learned:2:1:3"  # of `fixed`: drafter:depth:width:nodes
+    # of `fixed`: drafter:depth:width:nodes, or a chain of which the rows share so many nodes each
+    # on average, drafter:depth:1:nodes@share
+    c.rollout.strategy = "learned:2:1:3"
     c.rollout.draft_noise = "shared"  # shared | off (the papers' deterministic EAGLE-2 tree)
     # draws (the target's own, plain decoding's tokens) | rejection (usual speculative sampling, to
     # compare with: chains only; the distribution is the target's, the tokens are the drafter's)
