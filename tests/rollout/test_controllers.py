@@ -279,7 +279,7 @@ def test_choices_are_what_could_be_best_and_nothing_where_nothing_pays():
     many = costs.arms(TABLE, 256, ("learned", "ngram"))
     # Every token costs the same there, but what finished rows would cost may go into drafts.
     assert many and all(s.share for s in many)
-    steep = TABLE._replace(forward={1: 1.0, 4096: 40960.0})
+    steep = TABLE._replace(forward={1: 1.0, 4096: 4096.0**2})
     assert costs.arms(steep, 256, ("learned", "ngram")) == ()
     assert {s.drafter for s in few} == {"learned", "ngram"}
     assert max(s.nodes for s in few) > max(s.nodes for s in costs.arms(TABLE, 16, ("learned",)))
