@@ -50,7 +50,17 @@ def add_arguments(parser) -> None:
 
 
 # What rollouts depend on; a file of them is used again for the same alone.
-MADE_BY = ("model", "seed", "tasks", "temperatures", "prompts", "group", "tokens", "max_prompt")
+MADE_BY = (
+    "model",
+    "weights",
+    "seed",
+    "tasks",
+    "temperatures",
+    "prompts",
+    "group",
+    "tokens",
+    "max_prompt",
+)
 LESSON = 8  # rollouts of an update
 AT_ONCE = 64  # rows that are decoded together
 EXAMINE = 50  # updates between looks at the held prompts
