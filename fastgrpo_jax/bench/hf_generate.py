@@ -58,25 +58,21 @@ def _hf_config(c) -> dict[str, Any]:
 _models: dict[int, Any] = {}
 
 
-def player(
-    model: load.LoadedModel, prompts, group: int, args, tokens: int
-) -> Callable[[int], float]:
-    """Make the function that generates once and returns tokens per second."""
+def player(model: load.LoadedModel, sets, group: int, args, tokens: int) -> Callable[[int], float]:
+    """Make the function that generates once and returns tokens per second.
+
+    Its argument is the seed, and takes the sets of prompts in turn.
+    """
     import torch
 
     if id(model) not in _models:
         _models[id(model)] = _torch_model(model)
     net = _models[id(model)]
-    width = max(map(len, prompts))
-    ids = torch.zeros((len(prompts), width), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
     stops = list(model.stop_tokens) if args.lengths == "natural" else None
 
     def play(seed: int) -> float:
         torch.manual_seed(seed)
+        ids, mask = _padded(sets[seed % len(sets)])
         net.generation_config.eos_token_id = stops
         net.generation_config.pad_token_id = 0
         began = time.perf_counter()
@@ -92,9 +88,22 @@ def player(
                 num_return_sequences=group,
             )
         seconds = time.perf_counter() - began
-        return _emitted(out[:, width:].numpy(), stops) / seconds
+        return _emitted(out[:, ids.shape[1] :].numpy(), stops) / seconds
 
     return play
+
+
+def _padded(prompts):
+    """Put prompts into one batch, padded on the left: (ids, mask)."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    return ids, mask
 
 
 def _emitted(new: np.ndarray, stops) -> int:

@@ -107,7 +107,7 @@ def _open(args, sizes, methods) -> Bench:
             "FILE.safetensors, oracle:ACCEPTANCE such as oracle:0.8"
         )
     model = common.load(args, args.dtype)
-    count = max(-(-rows // min(args.group, rows)) for rows in sizes)
+    count = max(-(-rows // min(args.group, rows)) for rows in sizes) * args.repeats
     prompts = common.chat_prompts(
         model, common.open_task(args.task, args.seed), count, args.max_prompt
     )
@@ -169,7 +169,7 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
     count, steps = 8, int(args.drafter.partition(":")[2])  # groups of eight, of other prompts
     task = common.open_task(args.task, args.seed + 1)
     prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
-    played = player(bench, "plain", prompts, 8)(1000).batch
+    played = player(bench, "plain", (prompts,), 8)(1000).batch
     batches = common.groups(played, 8)
     config, params, loss = common.quick_drafter(
         bench.model, args.kind, batches, steps, args.seed, 8
@@ -179,15 +179,16 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
 
 
 def player(
-    bench: Bench, method: str, prompts, group: int, caps: tuple[int, ...] | None = None
+    bench: Bench, method: str, sets, group: int, caps: tuple[int, ...] | None = None
 ) -> Callable[[int], generate.Rollout]:
-    """Make the function that runs one rollout of a method; its argument varies the noise.
+    """Make the function that runs one rollout of a method.
 
+    Its argument varies the noise, and takes the sets of prompts, equally many in each, in turn.
     `caps` are response limits of the rows, where they differ.
     """
     args = bench.args
     controller = _controller(bench, method)
-    total = len(prompts) * group
+    total = len(sets[0]) * group
     ladder = buckets.row_ladder(min(args.max_rows or total, total))
     choices = [s for rows in ladder for s in controller.possible(rows)]
     used = {s.drafter for s in choices}
@@ -209,20 +210,20 @@ def player(
     engine = common.engine_for(spec, ladder, bench.limits, stop, [controller], step, total)
     engine.keep_finished = method == "plain_nodrop"
     weights = bench.weights if "learned" in used else bench.weights._replace(eagle=None)
-    plain = player(bench, "plain", prompts, group, caps) if "oracle" in used else None
-    if "ngram" in used and args.earlier:
-        weights = weights._replace(earlier=_earlier(bench, prompts, group, spec.ngram_longest))
+    plain = player(bench, "plain", sets, group, caps) if "oracle" in used else None
+    looks_back = "ngram" in used and args.earlier
+    earlier = functools.cache(lambda i: _earlier(bench, sets[i], group, spec.ngram_longest))
     memory: strategy.Memory = {}
 
     def play(noise: int) -> generate.Rollout:
         nonlocal memory
-        places = tuple(range(len(prompts)))
+        turn = noise % len(sets)
+        prompts = sets[turn]
+        places = tuple(turn * len(prompts) + i for i in range(len(prompts)))
         request = generate.Request(prompts, places, args.seed, noise, caps=caps)
-        known = (
-            weights._replace(oracle=_answers(plain(noise).batch, bench.accept))
-            if plain
-            else weights
-        )
+        known = weights._replace(earlier=earlier(turn)) if looks_back else weights
+        if plain:
+            known = known._replace(oracle=_answers(plain(noise).batch, bench.accept))
         settings = generate.Settings(args.temperature)
         done = generate.rollout(
             engine, known, request, settings, bench.limits, controller, memory=memory
@@ -274,7 +275,7 @@ def _told(choice: base.DraftStrategy) -> base.DraftStrategy:
 
 def _earlier(bench: Bench, prompts, group: int, tail: int) -> draft_ngram.Earlier:
     """Answer the prompts before, as an earlier epoch of a training would have."""
-    play, known = player(bench, "plain", prompts, group), {}
+    play, known = player(bench, "plain", (prompts,), group), {}
     bounds = {"answers": bench.args.earlier, "tokens": 2**31}
     for i in range(-(-bench.args.earlier // group)):
         known = corpus.learn(known, prompts, base.responses(play(2000 + i).batch), **bounds)
@@ -286,7 +287,7 @@ def _earlier(bench: Bench, prompts, group: int, tail: int) -> draft_ngram.Earlie
 def play_plain(bench: Bench, rows: int) -> base.RolloutBatch:
     """Answer prompts plainly, `rows` rows in all."""
     group = min(bench.args.group, rows)
-    return player(bench, "plain", bench.prompts[: rows // group], group)(0).batch
+    return player(bench, "plain", (bench.prompts[: rows // group],), group)(0).batch
 
 
 def _answers(batch: base.RolloutBatch, accept: float) -> draft_oracle.OracleParams:

@@ -10,7 +10,7 @@ Adaptive controllers keep what they have seen from one repeat to the next, as in
 With --drafter=oracle:A, `bound_ratio` is what the best chain could reach over plain decoding if
 a round cost no more than its bare forward: max over chains of E[tokens] / measured cost.
 
-Rows come in groups; --rows=8,32 --group=8 answers 1 and 4 prompts. With --lengths=forced every
+Rows come in groups; --rows=8,32 --group=8 answers 1 and 4 prompts, others in each repeat. With --lengths=forced every
 row gets exactly --tokens tokens; with natural, rows end at their stop tokens.
 """
 
@@ -141,16 +141,17 @@ def measure(
     group = min(bench.args.group, rows)
     if rows % group:
         raise base.UserError(f"--rows holds {rows}; allowed: multiples of --group={group}")
-    prompts = bench.prompts[: rows // group]
+    count = rows // group
+    sets = [bench.prompts[i * count : (i + 1) * count] for i in range(bench.args.repeats)]
     last: dict[str, generate.Rollout] = {}
     runs = {}
     for method in methods:
         if method == "hf_generate":
             runs[method] = hf_generate.player(
-                bench.model, prompts, group, bench.args, bench.limits.response
+                bench.model, sets, group, bench.args, bench.limits.response
             )
             continue
-        play = players.player(bench, method, prompts, group, caps)
+        play = players.player(bench, method, sets, group, caps)
 
         def timed(repeat: int, play=play, method=method) -> float:
             """Play until nothing compiles: the same noise takes the same buckets again."""
