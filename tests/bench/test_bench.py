@@ -151,10 +151,32 @@ def test_a_repeat_that_compiled_is_played_again(monkeypatch, tmp_path):
     assert len(played) == 1 + 1 + 2 and not any(played[1:])
 
 
+def test_each_repeat_answers_other_prompts_and_all_methods_the_same(monkeypatch, tmp_path):
+    from fastgrpo_jax.rollout import generate
+
+    asked = {}  # by noise: what was asked with it
+
+    def rollout(engine, weights, request, *args, **kwargs):
+        asked.setdefault(request.step, []).append((request.prompts, request.places))
+        return real(engine, weights, request, *args, **kwargs)
+
+    real = generate.rollout
+    monkeypatch.setattr(generate, "rollout", rollout)
+    argv = ["--quick", "--rows=2", "--group=2", "--tokens=4", "--methods=plain,ngram:2:1:3"]
+    run(tmp_path, "rollout", *argv, "--earlier=3", "--weights=random")
+    first, second = asked[1], asked[2]  # the two repeats
+    assert len(first) >= 2 and len(second) >= 2
+    assert len(set(first)) == len(set(second)) == 1
+    assert first[0][0] != second[0][0] and first[0][1] != second[0][1]
+    assert {2000, 2001} <= asked.keys()  # two rollouts of two answers, of which three are known
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["rollout", "--methods=plain,fast"], "'fast'"),
+        (["rollout", "--earlier=-1"], "--earlier is -1; allowed: 0 or more"),
+        (["engine", "--quick", "--strategies=learned:2:1:3@1.5"], "without a share"),
         (["rollout", "--repeats=0"], "--repeats is 0; allowed: 1 or more"),
         (["rollout", "--seed=-5"], "--seed is -5; allowed: 0 or more"),
         (["lossless", "--tokens=0"], "--tokens is 0; allowed: 1 or more"),
