@@ -12,13 +12,16 @@ the same memory chooses the same way, on every host and after a resume.
 """
 
 import dataclasses
+import itertools
 import math
+import operator
 import statistics
 from collections.abc import Callable, Sequence
 
 from fastgrpo_jax import base
 from fastgrpo_jax.rollout import costs, strategy
 
+_ROWS_DIFFER = 0.15  # standard deviation of the acceptance of one row from another's
 _TRUSTED = 3  # timed blocks of a choice after which the table is no longer hoped for
 Cost = Callable[[base.Bucket, base.DraftStrategy], float]  # seconds of a round, as measured
 
@@ -112,36 +115,46 @@ def expected_tokens(
 ) -> float:
     """Estimate the tokens that a row's round emits: 1 + sum_i prod_{j <= i} a_j.
 
-    a_j, the acceptance at depth j given that of j - 1, is the judged drafts' own rate drawn
-    towards that of the drafter's chains, widened to a tree's children; `hope` adds so many of
+    a_j, the acceptance at depth j given that of j - 1, is the rate of the drafter's chains in this
+    bucket, or a tree's own drawn towards that, widened to its children; `hope` adds so many of
     its standard errors. A strategy that shares drafts out among rows is known by what its rows
     got, drawn towards what the chains' rates promise for as many drafts.
     """
     own = _counts(memory, choice, now.bucket.rows)
-    chains = memory.get("drafts", {}).get(f"{choice.drafter}:1", {})
+    rates = _chain_rates(memory, choice, settings, now.bucket.rows)
     if choice.share:
-        return 1 + _shared(own, chains, choice, settings, now, hope)
+        return 1 + _shared(own, rates, choice, settings, now, hope)
     total = reach = 1.0
-    above = settings.prior
-    for j in range(choice.depth):
-        above = _rate(chains, j, above, settings.prior_weight)
-        tried, rate = _at(own, "tried", j), above
+    for j, rate in enumerate(rates):
         if not choice.chain:
-            rate = _rate(own, j, costs.widened(above, choice), settings.prior_weight)
-        error = math.sqrt(rate * (1 - rate) / (tried + settings.prior_weight))
+            rate = _rate(own, j, costs.widened(rate, choice), settings.prior_weight)
+        error = math.sqrt(rate * (1 - rate) / (_at(own, "tried", j) + settings.prior_weight))
         reach *= min(rate + hope * error, 1.0)
         total += reach
     return total
 
 
-def _shared(own, chains, choice, settings: Settings, now: strategy.Situation, hope: float) -> float:
-    """Estimate the drafts that a row gets right where a bucket's rows share them."""
-    reach, above = [1.0], settings.prior
+def _chain_rates(memory, choice: base.DraftStrategy, settings: Settings, rows: int) -> list[float]:
+    """Estimate the acceptance by depth of a drafter's chains in a bucket.
+
+    The rows that are left in a small bucket are other rows than those of a large one, often such
+    as are hard to draft for; so each bucket's own counts are drawn towards those of all.
+    """
+    drafts = memory.get("drafts", {})
+    everywhere = drafts.get(f"{choice.drafter}:1", {})
+    here = drafts.get(f"{choice.drafter}:1/{rows}", {})
+    rates, above = [], settings.prior
     for j in range(choice.depth):
-        above = _rate(chains, j, above, settings.prior_weight)
-        reach.append(reach[-1] * above)
+        above = _rate(everywhere, j, above, settings.prior_weight)
+        rates.append(_rate(here, j, above, settings.known))
+    return rates
+
+
+def _shared(own, rates, choice, settings: Settings, now: strategy.Situation, hope: float) -> float:
+    """Estimate the drafts that a row gets right where a bucket's rows share them."""
+    reach = list(itertools.accumulate(rates, operator.mul))
     drafts = choice.total(now.bucket.rows) / now.live - 1
-    promised, seen = costs.spread(reach[1:], drafts), own.get("rows", 0.0)
+    promised, seen = costs.spread(reach, drafts), own.get("rows", 0.0)
     weight = settings.prior_weight
     right = (sum(own.get("accepted", ())) + weight * promised) / (seen + weight)
     return right + hope * math.sqrt(right * (1 + right) / (seen + weight))  # of a geometric count
@@ -152,8 +165,8 @@ def _family(choice: base.DraftStrategy, rows: int) -> str:
     if choice.share:
         return f"{choice}/{rows}"
     if choice.chain:
-        return f"{choice.drafter}:1"
-    return f"{choice.drafter}:{choice.depth}:{choice.width}:{choice.nodes}"
+        return f"{choice.drafter}:1/{rows}"
+    return f"{choice.drafter}:{choice.depth}:{choice.width}:{choice.nodes}/{rows}"
 
 
 def _counts(memory: strategy.Memory, choice: base.DraftStrategy, rows: int) -> dict:
@@ -202,35 +215,45 @@ def _spend(memory, outcome: strategy.Outcome, value: dict) -> strategy.Memory:
 
 
 def _count(memory, outcome: strategy.Outcome, settings: Settings, rows: float) -> strategy.Memory:
-    """Add a block's judged drafts; what exceeds the window fades, and what they contradict."""
-    if not outcome.strategy.depth:
+    """Add a block's judged drafts to its bucket's, those of a chain to all buckets' too."""
+    choice = outcome.strategy
+    if not choice.depth:
         return memory
-    window = max(settings.window, settings.window_rounds * rows)
     drafts = memory.get("drafts", {})
-    family = _family(outcome.strategy, outcome.situation.bucket.rows)
-    old = drafts.get(family, {})
-    accepted, tried = [], []
+    families = [_family(choice, outcome.situation.bucket.rows)]
+    if choice.chain and not choice.share:
+        families.append(f"{choice.drafter}:1")
+    new = {name: _added(drafts.get(name, {}), outcome, settings, rows) for name in families}
+    return memory | {"drafts": drafts | new}
+
+
+def _added(old: dict, outcome: strategy.Outcome, settings: Settings, rows: float) -> dict:
+    """Add a block's drafts; what exceeds the window fades, and what they contradict."""
+    window = max(settings.window, settings.window_rounds * rows)
     fade = max(1 - outcome.tried[0] / window, 0.0)  # of all depths, lest the deep ones stay stale
-    if _contradicts(old, outcome, settings.surprise):
+    if _contradicts(old, outcome, settings.surprise, rows):
         fade = min(fade, settings.known / _at(old, "tried", 0))
-    for j, (a, t) in enumerate(zip(outcome.accepted, outcome.tried)):
-        accepted.append(_at(old, "accepted", j) * fade + a)
-        tried.append(_at(old, "tried", j) * fade + t)
-    found = {"accepted": accepted, "tried": tried}
+    found = {
+        name: [_at(old, name, j) * fade + x for j, x in enumerate(getattr(outcome, name))]
+        for name in ("accepted", "tried")
+    }
     if outcome.strategy.share:
         found["rows"] = old.get("rows", 0.0) * fade + outcome.row_rounds
-    return memory | {"drafts": drafts | {family: found}}
+    return found
 
 
-def _contradicts(counts: dict, outcome: strategy.Outcome, limit: float) -> bool:
-    """Compare a block's acceptance of first drafts with the counted one, as two proportions."""
+def _contradicts(counts: dict, outcome: strategy.Outcome, limit: float, rows: float) -> bool:
+    """Compare a block's acceptance of first drafts with the counted one, as two proportions.
+
+    Rows differ among each other, whatever the drafter: few of them prove little.
+    """
     before, now = _at(counts, "tried", 0), outcome.tried[0]
     if not before or not now:
         return False
     accepted = _at(counts, "accepted", 0)
     pooled = (accepted + outcome.accepted[0]) / (before + now)
-    error = math.sqrt(pooled * (1 - pooled) * (1 / before + 1 / now))
-    return abs(accepted / before - outcome.accepted[0] / now) > limit * error
+    variance = pooled * (1 - pooled) * (1 / before + 1 / now) + _ROWS_DIFFER**2 / rows
+    return abs(accepted / before - outcome.accepted[0] / now) > limit * math.sqrt(variance)
 
 
 def _faded(drafts: dict, keep: float) -> dict:

@@ -132,7 +132,7 @@ def test_goodput_counts_the_drafts_of_some_rounds_but_none_that_are_contradicted
         return controller.observe(memory, outcome)
 
     def counts(memory):
-        found = memory["drafts"]["learned:1"]
+        found = memory["drafts"]["learned:1"]  # all buckets' together
         return found["accepted"][0], found["tried"][0]
 
     memory = {}
@@ -322,10 +322,15 @@ def test_goodput_counts_by_depth_and_draws_to_the_prior():
     assert goodput.expected_tokens({}, OFF, settings, now) == 1.0
     assert goodput.expected_tokens({}, SHORT, settings, now) == 1.5
     drafts = {"learned:1": {"accepted": [96, 10], "tried": [96, 20]}}
-    expected = 1 + (96 + 2) / 100 + (96 + 2) / 100 * (10 + 4 * 0.98) / 24
+    a, b = (96 + 2) / 100, (10 + 4 * 0.98) / 24
     chain = strategy.parse("learned:2:1:3")
     found = goodput.expected_tokens({"drafts": drafts}, chain, settings, now)
-    assert found == pytest.approx(expected)
+    assert found == pytest.approx(1 + a + a * b)
+    drafts["learned:1/8"] = {"accepted": [16, 4], "tried": [64, 16]}  # here it is otherwise
+    drafts["learned:1/4"] = {"accepted": [64, 64], "tried": [64, 64]}  # another bucket's rows
+    here, deep = (16 + 32 * a) / 96, (4 + 32 * b) / 48
+    found = goodput.expected_tokens({"drafts": drafts}, chain, settings, now)
+    assert found == pytest.approx(1 + here + here * deep)
 
 
 def test_shared_drafts_count_by_what_rows_got_drawn_to_what_chains_promise():
