@@ -11,7 +11,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ def candidates(drafter: str, rows: int) -> tuple[base.DraftStrategy, ...]:
 
 
 def arms(
-    table: Table, rows: int, drafters: Iterable[str], levels: Iterable[float] = LEVELS
+    table: Table, rows: int, drafters: Iterable[str], levels: Sequence[float] = LEVELS
 ) -> tuple[base.DraftStrategy, ...]:
     """List the choices of a bucket: few that hold something good for every acceptance.
 
