@@ -28,7 +28,9 @@ TOKENS = (
     3433, 5701, 8368, 12627, 15747, 21150, 22539,
 )  # fmt: skip
 DEVICES = (8, 64)
-_COLORS = ("#2563eb", "#94a3b8", "#ea580c", "#059669", "#7c3aed")
+_COLORS = (  # of strategies; plain decoding is grey
+    "#2563eb", "#ea580c", "#059669", "#7c3aed", "#db2777", "#ca8a04", "#0891b2", "#65a30d",
+)  # fmt: skip
 
 
 def add_arguments(parser) -> None:
@@ -131,12 +133,13 @@ def draw(path: pathlib.Path, timelines: dict[str, list]) -> pathlib.Path:
         2, 1, sharex=True, height_ratios=(3, max(0.4 * len(timelines), 0.8))
     )
     names = list(dict.fromkeys(s for line in timelines.values() for _, _, s in line if s))
-    shades = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+    drafting = [name for name in names if name != "off"]
+    shades = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(drafting)}
     shades["off"] = "#cbd5e1"
     for i, (method, line) in enumerate(timelines.items()):
         clock = [t for t, _, _ in line]
         live = [n for _, n, _ in line]
-        rows.step(clock, live, where="post", label=f"{method}, {clock[-1]:.1f} s")
+        rows.step(clock, live, where="post", label=f"{method}, {clock[-1]:.3g} s")
         for (start, _, name), (end, _, _) in itertools.pairwise(line):
             used.barh(i, end - start, left=start, color=shades[name], height=0.7)
     rows.set_ylabel("live rows")
