@@ -7,7 +7,7 @@ of dimension letters holds everywhere:
     P  prompts                                  G  completions per prompt (the group)
     L  longest sequence, prompt included        S  cache slots per row
     T  tokens of one forward                    M  nodes of a draft tree, root included
-    D  depth of a draft tree                    E  model dimension
+    D  depth of a draft tree                    E  model dimension                          F  what a drafter reads of the target: E, or 3 E
     Q  query heads                              K  key/value heads
     H  head dimension                           V  vocabulary
 """
@@ -63,7 +63,11 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EagleConfig:
-    """Shape of a learned drafter: `fastgrpo` (gated fusion, two outputs) or `eagle` (fc, one)."""
+    """Shape of a learned drafter: `fastgrpo` (gated fusion, two outputs) or `eagle` (fc, one).
+
+    taps: layers of the target whose inputs it reads (EAGLE-3, arXiv 2503.01840); empty: it reads
+      the target's last feature alone.
+    """
 
     kind: str
     hidden: int
@@ -74,6 +78,12 @@ class EagleConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
     dtype: str = "float32"
+    taps: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> int:
+        """Count the numbers of the target that it reads at each position."""
+        return self.hidden * max(len(self.taps), 1)
 
 
 @dataclasses.dataclass(frozen=True, order=True)

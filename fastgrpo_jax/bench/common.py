@@ -131,6 +131,19 @@ def spread(values: list[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
+def add_drafter(parser) -> None:
+    """Add the options that shape a learned drafter; `shape_of` reads them."""
+    parser.add_argument("--kind", default="fastgrpo", choices=eagle.KINDS)
+    parser.add_argument(
+        "--features", type=int, default=1, choices=(1, 3), help="depths of the policy it reads"
+    )
+
+
+def shape_of(args, policy: base.PolicyConfig) -> base.EagleConfig:
+    """Shape the learned drafter that the options ask for."""
+    return eagle.config_for(policy, args.kind, args.features)
+
+
 class Lessons(NamedTuple):
     """What a drafter is trained on: finished rollouts of whole groups, read by the policy."""
 
@@ -141,21 +154,21 @@ class Lessons(NamedTuple):
 
 def read_lessons(
     model: load_lib.LoadedModel,
-    kind: str,
+    shape: base.EagleConfig,
     batches: list[base.RolloutBatch],
     group: int,
     rates: optim.OptimConfig,
     weights: distill.DistillConfig,
     ids: np.ndarray | None = None,
 ) -> Lessons:
-    """Let the policy read rollouts, for a drafter of some kind with draft vocabulary `ids`."""
+    """Let the policy read rollouts, for a drafter of some shape with draft vocabulary `ids`."""
     frame = forward.Frame(
         model.config,
         group,
         int(max(b.prompt_length.max() for b in batches)),
         int(max((b.length - b.prompt_length).max() for b in batches)),
     )
-    config = drafter.Config(frame, eagle.config_for(model.config, kind), rates, weights)
+    config = drafter.Config(frame, shape, rates, weights)
     params = jax.tree.map(jnp.asarray, model.params)
     lessons = []
     for batch in batches:
@@ -168,7 +181,7 @@ def read_lessons(
             advantages=jnp.zeros(rows, jnp.float32),
             temperature=jnp.ones(rows, jnp.float32),
         )
-        lessons.append(drafter.Lesson(known, drafter.read(config, params, known)))
+        lessons.append(drafter.read(config, params, known))
     return Lessons(config, drafter.freeze(params, ids), lessons)
 
 
@@ -193,12 +206,16 @@ def train_drafter(
 
 
 def quick_drafter(
-    model: load_lib.LoadedModel, kind: str, batches: list[base.RolloutBatch], steps: int, seed: int,
+    model: load_lib.LoadedModel,
+    shape: base.EagleConfig,
+    batches: list[base.RolloutBatch],
+    steps: int,
+    seed: int,
     group: int,
-) -> tuple[base.EagleConfig, base.Params, float]:  # fmt: skip
+) -> tuple[base.EagleConfig, base.Params, float]:
     """Train a drafter by FastGRPO's loss for a few steps, as the suites need one."""
     rates = optim.OptimConfig(learning_rate=1e-3, warmup_steps=5)
-    known = read_lessons(model, kind, batches, group, rates, distill.DistillConfig())
+    known = read_lessons(model, shape, batches, group, rates, distill.DistillConfig())
     return train_drafter(known, steps, seed)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
-from fastgrpo_jax.models import eagle, eagle_file
+from fastgrpo_jax.models import eagle_file
 from fastgrpo_jax.rollout import buckets, draft_vocab, generate, speculate
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import distill, drafter, optim
@@ -25,7 +25,7 @@ from fastgrpo_jax.train import distill, drafter, optim
 def add_arguments(parser) -> None:
     """Add this suite's options."""
     parser.add_argument("--save", required=True, help="FILE.safetensors to write")
-    parser.add_argument("--kind", default="fastgrpo", choices=eagle.KINDS)
+    common.add_drafter(parser)
     parser.add_argument(
         "--tasks", default="arithmetic", help="arithmetic, addition or FILE.jsonl, comma-separated"
     )
@@ -103,8 +103,9 @@ def run(args) -> int:
     ids = None
     if 0 < args.vocab < model.config.vocab:
         ids = draft_vocab.rank(counts, args.vocab, model.config.vocab, model.stop_tokens)
+    shape = common.shape_of(args, model.config)
     common.say(f"the policy reads {len(held + taught)} lessons of {LESSON} rollouts")
-    known = common.read_lessons(model, args.kind, held + taught, args.group, rates, weights, ids)
+    known = common.read_lessons(model, shape, held + taught, args.group, rates, weights, ids)
     held, known = known.lessons[: len(held)], known._replace(lessons=known.lessons[len(held) :])
     rows, began = [], time.perf_counter()
 

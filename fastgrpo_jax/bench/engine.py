@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--slots", type=int, default=256, help="cache slots of a row")
     parser.add_argument("--rounds", type=int, default=8, help="rounds of a timed block")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--kind", default="fastgrpo", choices=eagle.KINDS)
+    common.add_drafter(parser)
     parser.add_argument("--vocab", type=int, default=8192, help="draft vocabulary; 0: all ids")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -64,7 +64,7 @@ def run(args) -> int:
     if args.slots < need:
         raise base.UserError(f"--slots is {args.slots}; these rounds need {need} or more")
     model = common.load(args, args.dtype)
-    head = eagle.config_for(model.config, args.kind)
+    head = common.shape_of(args, model.config)
     params = eagle.init(jax.random.key(args.seed + 1), head)
     weights = speculate.Weights(
         jax.tree.map(jnp.asarray, model.params), params, None, jnp.float32(1)
@@ -151,8 +151,8 @@ def _parts(bench: Bench, rows: int, choice: base.DraftStrategy) -> dict[str, Cal
     if choice.drafter != "learned":
         return parts
 
-    def drafting(nodes: int, with_head: bool):
-        features = jnp.zeros((rows, nodes, head.hidden), jnp.dtype(head.dtype))
+    def drafting(nodes: int, width: int, with_head: bool):
+        features = jnp.zeros((rows, nodes, width), jnp.dtype(head.dtype))
         return timer(
             lambda cache: decode.draft_step(head, learned, features, cache, with_head),
             eagle.new_cache(head, rows, slots),
@@ -161,6 +161,6 @@ def _parts(bench: Bench, rows: int, choice: base.DraftStrategy) -> dict[str, Cal
     hidden = jnp.zeros((rows, 1, head.hidden), jnp.dtype(head.dtype))
     parts["first"] = timer(lambda cache: (decode.draft_head(learned, hidden), cache), ())
     if choice.depth > 1:
-        parts["level"] = drafting(choice.width, True)
-    parts["feed"] = drafting(choice.depth + 1, False)
+        parts["level"] = drafting(choice.width, head.hidden, True)
+    parts["feed"] = drafting(choice.depth + 1, head.reads, False)
     return parts

@@ -20,7 +20,7 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
-from fastgrpo_jax.models import load
+from fastgrpo_jax.models import eagle, load
 from fastgrpo_jax.rollout import (
     bandit,
     buckets,
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     """One way of decoding that is compared with plain decoding."""
 
     name: str
-    kind: str  # of the learned drafter
+    kind: str  # of the learned drafter, and how many depths it reads
     shared_noise: bool
     controller: strategy.Controller
     plan: str  # of buckets
@@ -99,6 +99,7 @@ def cases() -> list[Case]:
         Case("eagle tree", "eagle", True, fixed("learned:3:3:8"), "b"),
         Case("fastgrpo drafts shared among rows", "fastgrpo", True, fixed("learned:3:1:4@2"), "b"),
         Case("oracle drafts shared among rows", "fastgrpo", True, fixed("oracle:4:1:5@2.5"), "a"),
+        Case("tree of a drafter of three depths", "fastgrpo 3", True, fixed("learned:3:3:8"), "b"),
         Case("ngram chain", "fastgrpo", True, fixed("ngram:4:1:5"), "a"),
         Case("oracle chain", "fastgrpo", True, fixed("oracle:4:1:5"), "b"),
         Case("oracle tree", "fastgrpo", True, fixed("oracle:2:3:7"), "a"),
@@ -161,17 +162,19 @@ def run(args) -> int:
     rows, plain = [], {}
     for temperature in (0.0, 1.0):
         _, plain[temperature] = _decode(bench, None, {}, plain, temperature)
-    for kind in sorted({case.kind for case in chosen}):
+    for name in sorted({case.kind for case in chosen}):
         model = bench.model._replace(
             config=dataclasses.replace(bench.model.config, dtype="float32"),
             params=jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), bench.params),
         )
+        kind, _, depths = name.partition(" ")
+        shape = eagle.config_for(model.config, kind, int(depths or 1))
         batches = [part for batch in plain.values() for part in common.groups(batch, args.group)]
         config, params, loss = common.quick_drafter(
-            model, kind, batches, args.train_steps, args.seed, args.group
+            model, shape, batches, args.train_steps, args.seed, args.group
         )
-        common.say(f"trained the {kind} drafter: loss {loss:.3f}")
-        drafters[kind] = (dataclasses.replace(config, dtype=args.dtype), params)
+        common.say(f"trained the {name} drafter: loss {loss:.3f}")
+        drafters[name] = (dataclasses.replace(config, dtype=args.dtype), params)
     for temperature in (0.0, 1.0):
         for case in chosen:
             if case.rejection and temperature:

@@ -161,7 +161,7 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
     """
     args = bench.args
     if args.drafter == "random":
-        config = eagle.config_for(bench.model.config, args.kind)
+        config = common.shape_of(args, bench.model.config)
         return config, eagle.init(jax.random.key(args.seed + 1), config), {}
     if args.drafter.endswith(".safetensors"):
         config, params, counts = eagle_file.load(args.drafter, bench.model.config)
@@ -171,9 +171,8 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
     prompts = common.chat_prompts(bench.model, task, count, bench.limits.prompt)
     played = player(bench, "plain", (prompts,), 8)(1000).batch
     batches = common.groups(played, 8)
-    config, params, loss = common.quick_drafter(
-        bench.model, args.kind, batches, steps, args.seed, 8
-    )
+    shape = common.shape_of(args, bench.model.config)
+    config, params, loss = common.quick_drafter(bench.model, shape, batches, steps, args.seed, 8)
     common.say(f"trained the drafter for {steps} steps on {count} prompts: loss {loss:.3f}")
     return config, params, draft_vocab.count(base.responses(played))
 

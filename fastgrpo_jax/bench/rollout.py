@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common, hf_generate, players
-from fastgrpo_jax.models import eagle, policy
+from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import (
     costs,
     decode,
@@ -75,7 +75,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--show_costs", action="store_true", help="print the cost table")
     parser.add_argument("--measure_seconds", type=float, default=120.0, help="of the cost table")
     parser.add_argument("--explore", type=float, default=0.02, help="goodput's share of time")
-    parser.add_argument("--kind", default="fastgrpo", choices=eagle.KINDS)
+    common.add_drafter(parser)
     parser.add_argument("--fixed", default="learned:3:4:8", help="tree of eagle2_fixed")
     parser.add_argument("--c_peak", type=int, default=0, help="0: measured")
 

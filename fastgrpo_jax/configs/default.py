@@ -75,6 +75,8 @@ def get_config() -> config_dict.ConfigDict:
 
     c.drafter = config_dict.ConfigDict()
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
+    # Depths of the policy that it reads: 1 (the last) | 3 (EAGLE-3; wants unroll 2 or more)
+    c.drafter.features = 1
     c.drafter.init = ""  # FILE.safetensors of `bench drafter` to start from; empty: random
     c.drafter.vocab = 8192  # ids that it may propose, the most frequent so far; 0: all
     c.drafter.learning_rate = 1e-4

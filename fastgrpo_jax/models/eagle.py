@@ -2,7 +2,9 @@
 
 Both read, at place t, the target's feature f_t and the embedding of x_{t+1}, and give
 (next_feature, hidden): next_feature estimates f_{t+1} and is fed back at the next draft
-step; the target's frozen head applied to hidden is the distribution of x_{t+2}.
+step; the target's frozen head applied to hidden is the distribution of x_{t+2}. With taps
+(EAGLE-3, arXiv 2503.01840) what is read of the target is the inputs of three of its layers,
+merged into one feature; what is fed back is one feature already.
 """
 
 import flax.linen as nn
@@ -29,7 +31,7 @@ class Eagle(nn.Module):
     @nn.compact
     def __call__(
         self,
-        features: Float[Array, "B T E"],
+        features: Float[Array, "B T F"],
         embeds: Float[Array, "B T E"],
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T S"],
@@ -53,6 +55,8 @@ class Eagle(nn.Module):
         def norm(name):
             return layers.RMSNorm(c.norm_eps, name=name)
 
+        if c.taps and features.shape[-1] == c.reads:
+            features = layers.Linear(c.hidden, name="merge")(features)
         if c.kind == "fastgrpo":
             gate = nn.silu(layers.Linear(c.ffn, name="fuse_gate")(embeds))
             fused = gate * layers.Linear(c.ffn, name="fuse_up")(features)
@@ -71,10 +75,20 @@ class Eagle(nn.Module):
 KINDS = ("fastgrpo", "eagle")
 
 
-def config_for(policy: base.PolicyConfig, kind: str) -> base.EagleConfig:
-    """Shape a drafter like its target's layers."""
+def config_for(policy: base.PolicyConfig, kind: str, depths: int = 1) -> base.EagleConfig:
+    """Shape a drafter like its target's layers; it reads features of one or three depths.
+
+    Raises:
+      UserError: for an unknown kind, another number of depths, or a target of too few layers.
+    """
     if kind not in KINDS:
         raise base.UserError(f"drafter.kind is {kind!r}; allowed: {', '.join(KINDS)}, none")
+    if depths not in (1, 3):
+        raise base.UserError(f"drafter.features is {depths}; allowed: 1, 3")
+    if depths == 3 and policy.layers < 3:
+        raise base.UserError(
+            f"drafter.features is 3, but the model has {policy.layers} layers; allowed: 1"
+        )
     return base.EagleConfig(
         kind=kind,
         hidden=policy.hidden,
@@ -84,14 +98,24 @@ def config_for(policy: base.PolicyConfig, kind: str) -> base.EagleConfig:
         ffn=policy.ffn,
         norm_eps=policy.norm_eps,
         dtype=policy.dtype,
+        taps=taps(policy.layers) if depths == 3 else (),
     )
+
+
+def taps(layers: int) -> tuple[int, ...]:
+    """Choose the layers to read the inputs of: 2, the middle one and the last but two, as servers
+    of EAGLE-3 drafters do, or first, middle and last of a shallow target."""
+    if layers < 7:
+        return 0, layers // 2, layers - 1
+    return 2, layers // 2, layers - 3
 
 
 def init(key, config: base.EagleConfig) -> base.Params:
     """Draw random drafter parameters."""
-    x = jnp.zeros((1, 1, config.hidden))
+    features, embeds = (jnp.zeros((1, 1, width)) for width in (config.reads, config.hidden))
     positions = jnp.zeros((1, 1), jnp.int32)
-    return Eagle(config).init(key, x, x, positions, jnp.ones((1, 1, 1), bool))["params"]
+    mask = jnp.ones((1, 1, 1), bool)
+    return Eagle(config).init(key, features, embeds, positions, mask)["params"]
 
 
 def new_cache(config: base.EagleConfig, rows: int, slots: int) -> base.KVCache:

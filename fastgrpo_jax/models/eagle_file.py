@@ -53,8 +53,10 @@ def load(
         raise base.UserError(f"cannot read the drafter {str(path)!r}: {error}") from error
     if meta.get("format") != FORMAT:
         raise base.UserError(f"{str(path)!r} is no drafter file ({FORMAT!r} is not in it)")
-    config = dataclasses.replace(base.EagleConfig(**json.loads(meta["config"])), dtype=policy.dtype)
-    wanted = eagle.config_for(policy, config.kind)
+    shape = json.loads(meta["config"])
+    shape |= {"dtype": policy.dtype, "taps": tuple(shape.get("taps", ()))}
+    config = base.EagleConfig(**shape)
+    wanted = eagle.config_for(policy, config.kind, max(len(config.taps), 1))
     differ = [
         f"{field.name} {getattr(config, field.name)} for {getattr(wanted, field.name)}"
         for field in dataclasses.fields(config)

@@ -5,6 +5,8 @@ faster than a scan over stacked ones. The head is apart (`head.py`), because tra
 applies it in chunks and decoding at chosen positions only.
 """
 
+from typing import NamedTuple
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -38,8 +40,21 @@ class Block(nn.Module):
         return x + layers.SwiGLU(c.ffn, name="mlp")(layers.RMSNorm(c.norm_eps, name="mlp_norm")(x))
 
 
+class Read(NamedTuple):
+    """What a forward gives.
+
+    features: the last hidden state after the final norm; the head applies to it.
+    tapped: what a drafter reads of each token: the inputs of the tapped layers side by side, or
+      the features themselves without taps.
+    """
+
+    features: Float[Array, "X Y E"]
+    tapped: Float[Array, "X Y F"]
+    cache: base.KVCache | None
+
+
 class Policy(nn.Module):
-    """Decoder body: tokens to features (the last hidden state after the final norm).
+    """Decoder body: tokens to features.
 
     With a cache, this forward's keys and values are written at `start` of each row, and
     `mask` is over the cache's slots; without, `mask` is over the T tokens themselves. With a
@@ -48,6 +63,7 @@ class Policy(nn.Module):
 
     config: base.PolicyConfig
     remat: bool = False
+    taps: tuple[int, ...] = ()
 
     @nn.compact
     def __call__(
@@ -58,7 +74,7 @@ class Policy(nn.Module):
         cache: base.KVCache | None = None,
         start: Int[Array, " B"] | None = None,
         packing: base.Packing | None = None,
-    ) -> tuple[Float[Array, "X Y E"], base.KVCache | None]:
+    ) -> Read:
         c = self.config
         dtype = jnp.dtype(c.dtype)
         table = self.param("embed", nn.initializers.normal(0.02), (c.vocab, c.hidden))
@@ -68,7 +84,7 @@ class Policy(nn.Module):
         angles = layers.rope_angles(layers.pack(positions, packing), freq, dtype)
         x = embed(table, layers.pack(tokens, packing), dtype)
         block = nn.remat(Block, static_argnums=(4,)) if self.remat else Block
-        keys, values = [], []
+        keys, values, inputs = [], [], []
         for i in range(c.layers):
 
             def remember(k, v, i=i):
@@ -79,9 +95,11 @@ class Policy(nn.Module):
                     values.append(v)
                 return k, v
 
+            inputs.append(x)
             x = block(c, name=f"layer_{i}")(x, angles, mask, remember, packing)
         x = layers.RMSNorm(c.norm_eps, name="norm")(x)
-        return x, None if cache is None else base.KVCache(tuple(keys), tuple(values))
+        tapped = jnp.concatenate([inputs[i] for i in self.taps], axis=-1) if self.taps else x
+        return Read(x, tapped, cache and base.KVCache(tuple(keys), tuple(values)))
 
 
 def embed(table: Float[Array, "V E"], tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b E"]:

@@ -84,7 +84,7 @@ def _prefill(spec, slots, weights, tokens, length):
         at, cache, memory = carry
         positions = jnp.broadcast_to(at + place, (rows, chunk))
         start = jnp.full(rows, at)
-        features, cache = policy.Policy(spec.policy).apply(
+        read = policy.Policy(spec.policy, taps=spec.taps).apply(
             {"params": weights.policy},
             jax.lax.dynamic_slice_in_dim(tokens, at, chunk, axis=1),
             positions,
@@ -93,12 +93,12 @@ def _prefill(spec, slots, weights, tokens, length):
             start,
         )
         if memory is not None:
-            memory = draft_eagle.store(memory, features, start)
+            memory = draft_eagle.store(memory, read.tapped, start)
             ahead = jax.lax.dynamic_slice_in_dim(tokens, at + 1, chunk, axis=1)
             memory = draft_eagle.feed(
                 spec.eagle, speculate.learned(weights), memory, ahead, length - 1
             )
-        return at + chunk, cache, memory
+        return at + chunk, read.cache, memory
 
     _, cache, memory = jax.lax.while_loop(go_on, one, (jnp.int32(0), cache, memory))
     return Prompts(cache, memory)

@@ -23,13 +23,13 @@ _WORST = -1e9  # score of a draft that is not a number: last in every order, and
 class EagleState(NamedTuple):
     """The learned drafter's memory of each row.
 
-    features: the target's feature at each position, true up to the last verified one.
+    features: what is read of the target at each position, true up to the last verified one.
     fed: pairs in the cache; the row is ready to draft when it is length - 1.
     feature, hidden: outputs at the last fed pair, which speak of the row's next token.
     """
 
     cache: base.KVCache
-    features: Float[Array, "B S E"]
+    features: Float[Array, "B S F"]
     fed: Int[Array, " B"]
     feature: Float[Array, "B E"]
     hidden: Float[Array, "B E"]
@@ -52,7 +52,7 @@ def init(config: base.EagleConfig, rows: int, slots: int) -> EagleState:
     dtype = jnp.dtype(config.dtype)
     return EagleState(
         cache=eagle.new_cache(config, rows, slots),
-        features=jnp.zeros((rows, slots, config.hidden), dtype),
+        features=jnp.zeros((rows, slots, config.reads), dtype),
         fed=jnp.zeros(rows, jnp.int32),
         feature=jnp.zeros((rows, config.hidden), dtype),
         hidden=jnp.zeros((rows, config.hidden), dtype),
@@ -60,7 +60,7 @@ def init(config: base.EagleConfig, rows: int, slots: int) -> EagleState:
 
 
 def store(
-    state: EagleState, features: Float[Array, "B T E"], start: Int[Array, " B"]
+    state: EagleState, features: Float[Array, "B T F"], start: Int[Array, " B"]
 ) -> EagleState:
     """Keep true features of T positions from `start` on."""
     kept = cache_lib.write(state.features[:, None], features[:, None], start)

@@ -17,7 +17,7 @@ def forward(config, params, tokens, cache):
     """Run one bare forward with its head: the unit of all costs."""
     rows, slots = tokens.shape[0], cache.k[0].shape[2]
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    features, cache = policy.Policy(config).apply(
+    read = policy.Policy(config).apply(
         {"params": params},
         tokens,
         place,
@@ -25,7 +25,7 @@ def forward(config, params, tokens, cache):
         cache,
         jnp.zeros(rows, jnp.int32),
     )
-    return policy.logits(features, policy.head_table(params)).max(axis=-1), cache
+    return policy.logits(read.features, policy.head_table(params)).max(axis=-1), read.cache
 
 
 def draft_step(config, weights: draft_eagle.Weights, feature, cache, with_head=True):
@@ -69,10 +69,12 @@ def read_chain(config, head, weights: draft_eagle.Weights, params, tokens, depth
     place = jnp.arange(span, dtype=jnp.int32)
     causal = jnp.broadcast_to(place[:, None] >= place, (rows, span, span))
     positions = jnp.broadcast_to(place, tokens.shape)
-    features, _ = policy.Policy(config).apply({"params": params}, tokens, positions, causal)
-    embeds = policy.embed(weights.embed, jnp.roll(tokens, -1, axis=1), features.dtype)
+    read = policy.Policy(config, taps=head.taps).apply(
+        {"params": params}, tokens, positions, causal
+    )
+    embeds = policy.embed(weights.embed, jnp.roll(tokens, -1, axis=1), read.features.dtype)
     cache = eagle.new_cache(head, rows, depth * span)
-    given, hidden = features, []
+    given, hidden = read.tapped, []
     for d in range(depth):
         back = place[:, None] - place  # how far a pair lies behind
         seen = [back >= d] + [back == d - k for k in range(1, d + 1)]
@@ -84,7 +86,7 @@ def read_chain(config, head, weights: draft_eagle.Weights, params, tokens, depth
         )
         hidden.append(out)
         given = jnp.roll(guess, 1, axis=1)
-    return ChainRead(features, tuple(hidden))
+    return ChainRead(read.features, tuple(hidden))
 
 
 def compare_pairs(params, target, draft, ids, temperature, widths, draws):
@@ -104,7 +106,7 @@ def read(config, params, tokens):
     """Compute the logits of whole rows [B, T, V] in one causal forward without a cache."""
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     mask = jnp.broadcast_to(place[:, None] >= place, (tokens.shape[0], place.size, place.size))
-    features, _ = policy.Policy(config).apply(
+    read = policy.Policy(config).apply(
         {"params": params}, tokens, jnp.broadcast_to(place, tokens.shape), mask
     )
-    return policy.logits(features, policy.head_table(params))
+    return policy.logits(read.features, policy.head_table(params))

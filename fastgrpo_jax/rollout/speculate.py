@@ -48,6 +48,11 @@ class Spec:
     prefill_rows: int = 1
     prefill_chunk: int = 32
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """List the policy's layers that the learned drafter reads."""
+        return self.eagle.taps if self.eagle else ()
+
 
 class Weights(NamedTuple):
     """Traced weights of one rollout: the policy's, and a drafter's where there is one."""
@@ -106,8 +111,9 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     if strategy.share:
         draft, packing = _share(strategy, draft, scores, view)
         tried = jnp.sum(draft.tokens[:, 1:] >= 0, axis=1)[:, None]
-    features, cache = _verify(spec, weights, state, view, draft, depth, packing)
-    logits = policy.logits(features, policy.head_table(weights.policy))
+    read = _verify(spec, weights, state, view, draft, depth, packing)
+    cache = read.cache
+    logits = policy.logits(read.features, policy.head_table(weights.policy))
     if spec.rejection:
         coins = sampling.uniform(sampling.stream(keys, _COINS), ahead)[:, :depth]
         q = _drafted_from(draft, said, weights.draft_ids, view.settings.temperature, logits)
@@ -119,7 +125,7 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
     sequences = _append(state, view, verdict, stopped)
     if memory is not None:
-        path = _at_nodes(features, verdict.nodes, packing)
+        path = _at_nodes(read.tapped, verdict.nodes, packing)
         memory = draft_eagle.store(memory, path, view.length - 1)
         if strategy.drafter == "learned":
             ready = jnp.where(view.live, view.length - 1 + verdict.count, 0)
@@ -222,8 +228,8 @@ def _append(state: base.RolloutState, view: View, verdict: base.Verdict, stopped
     )
 
 
-def _verify(spec, weights, state, view, draft, depth, packing):
-    """Run the target once over all nodes, or a packing of them: its features, and the cache."""
+def _verify(spec, weights, state, view, draft, depth, packing) -> policy.Read:
+    """Run the target once over all nodes, or a packing of them."""
     seen = tree.ancestors(draft.parent, depth)
     start = view.length - 1
     slots = state.cache.k[0].shape[2]
@@ -232,7 +238,7 @@ def _verify(spec, weights, state, view, draft, depth, packing):
     inside = (offset >= 0) & (offset < nodes)
     in_tree = jnp.take_along_axis(seen, jnp.clip(offset, 0, nodes - 1)[:, None], axis=2)
     mask = (offset < 0)[:, None] | (inside[:, None] & in_tree)
-    features, cache = policy.Policy(spec.policy).apply(
+    return policy.Policy(spec.policy, taps=spec.taps).apply(
         {"params": weights.policy},
         draft.tokens,
         start[:, None] + tree.depths(seen),
@@ -241,7 +247,6 @@ def _verify(spec, weights, state, view, draft, depth, packing):
         start,
         packing,
     )
-    return features, cache
 
 
 def _at_nodes(x, nodes, packing):

@@ -18,10 +18,12 @@ from fastgrpo_jax.train.layout import StepBatch
 
 
 class Lesson(NamedTuple):
-    """A batch of whole groups with the policy's features of it, as `forward.read` lays them."""
+    """A batch of whole groups, and what `forward.read` gives of it: what the drafter reads, and
+    the features that it should tell."""
 
     batch: StepBatch
-    features: Float[Array, "A X E"]
+    tapped: Float[Array, "A X F"]
+    ahead: Float[Array, "N R E"]
 
 
 class Frozen(NamedTuple):
@@ -60,10 +62,11 @@ def freeze(params: base.Params, ids: Int[Array, " W"] | None = None) -> Frozen:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def read(config: Config, params: base.Params, batch: StepBatch) -> Float[Array, "A X E"]:
+def read(config: Config, params: base.Params, batch: StepBatch) -> Lesson:
     """Run the policy over a batch and keep its features."""
     places = layout.locate(batch, config.frame.max_response, "grpo")
-    return forward.read(config.frame, params, batch, places)[0]
+    found = forward.read(config.frame, params, batch, places, taps=config.eagle.taps)
+    return Lesson(batch, *found)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -94,17 +97,18 @@ def _study(config: Config, frozen: Frozen, params, lesson: Lesson):
     batch, unroll = lesson.batch, config.distill.unroll
     places = layout.locate(batch, config.frame.max_response, "grpo")
     drafts = forward.draft(
-        config.frame, config.eagle, params, frozen.embed, lesson.features, batch, places, unroll
+        config.frame, config.eagle, params, frozen.embed, lesson.tapped, batch, places, unroll
     )
-    ahead = forward.ahead(config.frame, lesson.features, batch, places)
     count, spots = places.position.shape
     scores = head.score_drafts(
-        ahead.reshape(count * spots, -1),
+        lesson.ahead.reshape(count * spots, -1),
         frozen.head,
         drafts.hidden.reshape(count * spots, unroll, -1),
         config.head_chunk,
     )
     scores = jax.tree.map(lambda x: x.reshape(count, spots, unroll), scores)
     weights = forward.unrolled_weights(places, unroll)
-    loss, _ = distill.drafter_loss(drafts.next_feature, ahead, scores, weights, config.distill)
+    loss, _ = distill.drafter_loss(
+        drafts.next_feature, lesson.ahead, scores, weights, config.distill
+    )
     return loss, scores, weights

@@ -44,21 +44,26 @@ class Frame:
 
 
 def read(
-    frame: Frame, params: base.Params, batch: StepBatch, places: Places, remat: bool = False
-) -> tuple[Float[Array, "A X E"], Float[Array, "N R E"]]:
-    """Run the policy's body; returns all features and those that predict responses."""
+    frame: Frame,
+    params: base.Params,
+    batch: StepBatch,
+    places: Places,
+    remat: bool = False,
+    taps: tuple[int, ...] = (),
+) -> tuple[Float[Array, "A X F"], Float[Array, "N R E"]]:
+    """Run the policy's body; returns what a drafter reads, and the features before responses."""
     shape = frame.width(batch), frame.responses(batch)
     tokens = layout.tokens(batch, places, *shape)
     rows = _policy_rows(frame, batch, places)
-    body = policy.Policy(frame.policy, remat)
-    features, _ = body.apply({"params": params}, tokens, rows.positions, rows.mask)
-    return features, ahead(frame, features, batch, places)
+    body = policy.Policy(frame.policy, remat, taps)
+    found = body.apply({"params": params}, tokens, rows.positions, rows.mask)
+    return found.tapped, ahead(frame, found.features, batch, places)
 
 
 def ahead(
-    frame: Frame, features: Float[Array, "A X E"], batch: StepBatch, places: Places
-) -> Float[Array, "N R E"]:
-    """Take the features from which each response token is predicted."""
+    frame: Frame, features: Float[Array, "A X F"], batch: StepBatch, places: Places
+) -> Float[Array, "N R F"]:
+    """Take the features of the places from which each response token is predicted."""
     before = _policy_rows(frame, batch, places).before
     return layout.per_sequence(layout.take(features, before), batch.tokens.shape[0])
 
@@ -85,7 +90,7 @@ def draft(
     config: base.EagleConfig,
     drafter: base.Params,
     embed: Float[Array, "V E"],
-    features: Float[Array, "A X E"],
+    features: Float[Array, "A X F"],
     batch: StepBatch,
     places: Places,
     unroll: int = 1,

@@ -139,14 +139,18 @@ def _drafter(
     c, policy: base.PolicyConfig
 ) -> tuple[base.EagleConfig | None, base.Params, dict[str, int]]:
     """Shape the drafter, and read its file if there is one."""
-    kind, path = c.drafter.kind, c.drafter.init
+    kind, depths, path = c.drafter.kind, c.drafter.features, c.drafter.init
     if path and kind == "none":
         raise base.UserError(f"drafter.init is {path!r}, but drafter.kind is 'none'")
     if not path:
-        return (None if kind == "none" else eagle.config_for(policy, kind)), None, {}
+        return (None if kind == "none" else eagle.config_for(policy, kind, depths)), None, {}
     head, params, counts = eagle_file.load(path, policy)
     if head.kind != kind:
         raise base.UserError(f"drafter.kind is {kind!r}, but {path!r} holds one of {head.kind!r}")
+    if max(len(head.taps), 1) != depths:
+        raise base.UserError(
+            f"drafter.features is {depths}, but {path!r} holds a drafter of {max(len(head.taps), 1)}"
+        )
     return head, params, counts
 
 

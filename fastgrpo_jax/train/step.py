@@ -176,11 +176,12 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
     """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
     frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
-    features, ahead = forward.read(frame, params, batch, places, config.remat)
+    taps = config.eagle.taps if config.eagle else ()
+    tapped, ahead = forward.read(frame, params, batch, places, config.remat, taps)
     drafts = None
     if drafter is not None:
         drafts = forward.draft(
-            frame, config.eagle, drafter, params["embed"], features, batch, places,
+            frame, config.eagle, drafter, params["embed"], tapped, batch, places,
             config.distill.unroll,
         )  # fmt: skip
     scores = _score(config, params, ahead, batch, places, drafts and drafts.hidden)

@@ -103,7 +103,7 @@ def test_the_policy_hands_the_kernel_down_to_every_layer():
 
     def run(c):
         params = policy.init(jax.random.key(0), c)
-        return policy.Policy(c).apply({"params": params}, tokens, tokens, mask)[0]
+        return policy.Policy(c).apply({"params": params}, tokens, tokens, mask).features
 
     assert str(jax.make_jaxpr(lambda: run(shape))()).count("pallas_call") >= 2
     plain = run(dataclasses.replace(shape, attention="xla"))

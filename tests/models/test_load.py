@@ -259,8 +259,8 @@ def test_smollm2_gives_its_recorded_logits_and_greedy_continuations(smollm2):
     @jax.jit
     def forward(params):
         body = policy.Policy(smollm2.config)
-        features, _ = body.apply({"params": params}, tokens, positions, mask)
-        return policy.logits(features, policy.head_table(params))
+        read = body.apply({"params": params}, tokens, positions, mask)
+        return policy.logits(read.features, policy.head_table(params))
 
     logits = np.asarray(forward(smollm2.params))
     assert logits.dtype == np.float32

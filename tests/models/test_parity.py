@@ -72,8 +72,8 @@ def read(directory):
 def ours(config, params, tokens, positions, mask):
     @jax.jit
     def forward(params, tokens, positions, mask):
-        features, _ = policy.Policy(config).apply({"params": params}, tokens, positions, mask)
-        return policy.logits(features, policy.head_table(params))
+        read = policy.Policy(config).apply({"params": params}, tokens, positions, mask)
+        return policy.logits(read.features, policy.head_table(params))
 
     out = forward(params, jnp.int32(tokens), jnp.int32(positions), mask)
     assert out.dtype == jnp.float32

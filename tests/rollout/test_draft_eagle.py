@@ -33,7 +33,7 @@ def reread(driver: toys.Driver) -> Fresh:
     """Read every row's tokens from the start, in one chunk."""
     spec, w = driver.engine.spec, driver.weights
     tokens = jnp.maximum(driver.state.sequences.tokens, 0)
-    _, features, cache = toys.read(spec.policy, w.policy, tokens)
+    _, features, cache = toys.read(spec.policy, w.policy, tokens, spec.taps)
     embeds = w.policy["embed"][tokens[:, 1:]]
     draft = toys.read_drafter(spec.eagle, w.eagle, features[:, :-1], embeds)
     return jax.device_get(Fresh(features, cache, *draft))
@@ -99,8 +99,15 @@ def test_the_learned_drafter_keeps_only_true_features_and_emitted_tokens(text):
     assert counts == {1, 2, 3, 4}
 
 
-def test_the_eagle_head_keeps_only_true_features_and_emitted_tokens():
-    driver = toys.Driver(toys.weights(toys.DETERMINISTIC), spec=toys.DETERMINISTIC, stop=toys.NEVER)
+@pytest.mark.parametrize(
+    "spec", (toys.DETERMINISTIC, toys.THREE_DEPTHS), ids=("eagle", "three depths")
+)
+def test_other_heads_keep_only_true_features_and_emitted_tokens(spec):
+    driver = toys.Driver(toys.weights(spec), spec=spec, stop=toys.NEVER)
+    fed = check(driver)
+    driver.block("off", 2)
+    check(driver, fed)
+    driver.activate()
     check(driver)
     for rounds in (1, 2):
         driver.block(LEARNED_TREE, rounds)

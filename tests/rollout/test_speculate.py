@@ -78,11 +78,11 @@ def test_a_packed_forward_is_the_whole_one_at_its_tokens(qk_norm):
     cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)
 
     def run(packing):
-        return policy.Policy(config).apply(
+        return policy.Policy(config, taps=(0, 1)).apply(
             {"params": params}, tokens, positions, mask, cache, start, packing
         )
 
-    whole, seen = run(None)
+    whole = run(None)
     line = [(2, 0), (0, 0), (2, 1), (1, 0), (2, 2)]
     row, node = (jnp.asarray(x, jnp.int32) for x in zip(*line))
     place = (
@@ -90,9 +90,11 @@ def test_a_packed_forward_is_the_whole_one_at_its_tokens(qk_norm):
         .at[row, node]
         .set(jnp.arange(len(line), dtype=jnp.int32))
     )
-    packed, kept = run(base.Packing(row, node, place))
-    assert packed.shape == (1, len(line), config.hidden)
-    np.testing.assert_allclose(packed[0], whole[row, node], rtol=1e-12)
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(seen)):
+    packed = run(base.Packing(row, node, place))
+    assert packed.features.shape == (1, len(line), config.hidden)
+    np.testing.assert_allclose(packed.features[0], whole.features[row, node], rtol=1e-12)
+    assert packed.tapped.shape == (1, len(line), 2 * config.hidden)
+    np.testing.assert_allclose(packed.tapped[0], whole.tapped[row, node], rtol=1e-12)
+    for a, b in zip(jax.tree.leaves(packed.cache), jax.tree.leaves(whole.cache)):
         at = start[row] + node
         np.testing.assert_allclose(a[row, :, at], b[row, :, at], rtol=1e-12)

@@ -4,6 +4,7 @@ Compiled programs are kept for the whole process, one pool per `Spec`, so that t
 for the same bucket and strategy share them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -51,6 +52,13 @@ DETERMINISTIC = speculate.Spec(
     eagle=eagle.config_for(CONFIG, "eagle"),
     group=GROUP,
     shared_noise=False,
+    prefill_chunk=8,
+)
+
+THREE_DEPTHS = speculate.Spec(
+    policy=CONFIG,
+    eagle=dataclasses.replace(eagle.config_for(CONFIG, "fastgrpo"), taps=(0, 1, 1)),
+    group=GROUP,
     prefill_chunk=8,
 )
 
@@ -213,15 +221,15 @@ class Driver:
         )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def read(config: base.PolicyConfig, params: base.Params, tokens):
-    """Read whole rows in one causal forward: (logits [B, L, V], features [B, L, E], cache)."""
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def read(config: base.PolicyConfig, params: base.Params, tokens, taps: tuple[int, ...] = ()):
+    """Read whole rows in one causal forward: (logits [B, L, V], what a drafter reads, cache)."""
     rows, length = tokens.shape
     place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-    model = policy.Policy(config)
-    features, _ = model.apply({"params": params}, tokens, place, mask)
-    _, cache = model.apply(
+    model = policy.Policy(config, taps=taps)
+    found = model.apply({"params": params}, tokens, place, mask)
+    cached = model.apply(
         {"params": params},
         tokens,
         place,
@@ -229,7 +237,8 @@ def read(config: base.PolicyConfig, params: base.Params, tokens):
         policy.new_cache(config, rows, length),
         jnp.zeros(rows, jnp.int32),
     )
-    return policy.logits(features, policy.head_table(params)), features, cache
+    logits = policy.logits(found.features, policy.head_table(params))
+    return logits, found.tapped, cached.cache
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -14,17 +14,21 @@ from fastgrpo_jax.train import distill, drafter, forward, grpo, layout, optim, s
 
 V, G, LP, R, J = 31, 2, 6, 4, 3
 POLICY = base.PolicyConfig(
-    vocab=V, hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8, ffn=24, max_positions=64,
+    vocab=V, hidden=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24, max_positions=64,
     dtype="float64",
 )  # fmt: skip
 PROMPTS = (6, 3, 1)  # the last has a single token: most of its drafts have no true pair
 LENGTHS = (4, 1, 0, 3, 4, 2)
 
 
+SHAPES = {kind: eagle.config_for(POLICY, kind) for kind in eagle.KINDS}
+SHAPES |= {"three depths": dataclasses.replace(SHAPES["fastgrpo"], taps=(0, 1, 1))}
+
+
 def config(kind="fastgrpo", unroll=1, group=G, **changes):
     return drafter.Config(
         frame=forward.Frame(POLICY, group, LP, R),
-        eagle=eagle.config_for(POLICY, kind),
+        eagle=SHAPES[kind],
         optim=optim.OptimConfig(learning_rate=1e-2),
         distill=distill.DistillConfig(unroll=unroll, **changes),
         head_chunk=5,
@@ -35,7 +39,7 @@ def config(kind="fastgrpo", unroll=1, group=G, **changes):
 def weights(kind="fastgrpo"):
     made = (
         policy.init(jax.random.key(0), POLICY),
-        eagle.init(jax.random.key(1), eagle.config_for(POLICY, kind)),
+        eagle.init(jax.random.key(1), SHAPES[kind]),
     )
     return jax.tree.map(lambda x: jnp.asarray(x * 10 if x.ndim > 1 else x, jnp.float64), made)
 
@@ -57,13 +61,13 @@ def batch():
 
 
 def lesson(c, b):
-    return drafter.Lesson(b, drafter.read(c, weights()[0], b))
+    return drafter.read(c, weights()[0], b)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply_padded(kind, params, features, embeds):
     place = jnp.arange(len(features), dtype=jnp.int32)
-    out = eagle.Eagle(eagle.config_for(POLICY, kind)).apply(
+    out = eagle.Eagle(SHAPES[kind]).apply(
         {"params": params},
         features[None],
         embeds[None],
@@ -74,37 +78,42 @@ def apply_padded(kind, params, features, embeds):
 
 
 def apply(kind, features, tokens):
-    """Run the drafter over pairs 0, 1, ... of one sequence; returns its last outputs."""
+    """Run the drafter over pairs 0, 1, ... of one sequence; returns its last outputs.
+
+    What was read of three depths is merged here, so that estimates can stand beside it.
+    """
     count = len(features)
     padded = np.zeros((LP + R, POLICY.hidden))
-    padded[:count] = features
     params, embed = weights(kind)[1], np.asarray(weights()[0]["embed"])
+    for i, x in enumerate(features):
+        padded[i] = x if len(x) == POLICY.hidden else x @ np.asarray(params["merge"]["kernel"])
     out = apply_padded(kind, params, jnp.asarray(padded), jnp.asarray(embed[np.roll(tokens, -1)]))
     return [np.asarray(x[count - 1]) for x in out]
 
 
-@jax.jit
-def read_plainly(params, tokens):
+@functools.partial(jax.jit, static_argnums=2)
+def read_plainly(params, tokens, taps):
     place = jnp.arange(len(tokens), dtype=jnp.int32)
     causal = (place[:, None] >= place)[None]
-    return policy.Policy(POLICY).apply({"params": params}, tokens[None], place[None], causal)[0][0]
+    model = policy.Policy(POLICY, taps=taps)
+    return model.apply({"params": params}, tokens[None], place[None], causal).tapped[0]
 
 
 @pytest.mark.parametrize("group", [1, G])
-@pytest.mark.parametrize("kind", eagle.KINDS)
+@pytest.mark.parametrize("kind", SHAPES)
 def test_unrolled_steps_are_chains_of_drafts_made_one_by_one(kind, group):
     """Step j of a token: true features up to the pair j before its own, then estimates."""
     b, c = batch(), config(kind, J, group)
     places = layout.locate(b, R, "grpo")
     kept = drafter.read(c, weights()[0], b)
     found = forward.draft(
-        c.frame, c.eagle, weights(kind)[1], weights()[0]["embed"], kept, b, places, J
+        c.frame, c.eagle, weights(kind)[1], weights()[0]["embed"], kept.tapped, b, places, J
     )
     used = np.asarray(forward.unrolled_weights(places, J)) > 0
     seen = 0
     for n, (start, end) in enumerate(zip(b.prompt_length, b.length)):
         tokens = np.asarray(b.tokens[n])
-        true = np.asarray(read_plainly(weights()[0], b.tokens[n]))
+        true = np.asarray(read_plainly(weights()[0], b.tokens[n], c.eagle.taps))
         for i in range(int(start), int(end)):
             for j in range(J):
                 assert used[n, i - int(start), j] == (i - 2 - j >= 0)
@@ -119,9 +128,9 @@ def test_unrolled_steps_are_chains_of_drafts_made_one_by_one(kind, group):
     assert seen == 30
 
 
-@pytest.mark.parametrize("unroll", [1, 2])
-def test_the_drafter_alone_learns_by_the_fused_steps_gradient(unroll):
-    c, b = config(unroll=unroll), batch()
+@pytest.mark.parametrize("kind, unroll", [("fastgrpo", 1), ("fastgrpo", 2), ("three depths", 2)])
+def test_the_drafter_alone_learns_by_the_fused_steps_gradient(kind, unroll):
+    c, b = config(kind, unroll), batch()
     fused = step.StepConfig(
         policy=POLICY,
         eagle=c.eagle,
@@ -133,9 +142,9 @@ def test_the_drafter_alone_learns_by_the_fused_steps_gradient(unroll):
         max_prompt=LP,
         group=G,
     )
-    params, head = weights()
+    params, head = weights(kind)
     gradients = jax.jit(step.gradients, static_argnums=0)
-    _, expected, terms, _ = gradients(fused, step.init_state(fused, *weights()), b)
+    _, expected, terms, _ = gradients(fused, step.init_state(fused, *weights(kind)), b)
     frozen, own = drafter.freeze(params), jax.tree.map(jnp.array, head)
     new, loss = drafter.update(c, frozen, drafter.init(c, own), lesson(c, b))
     np.testing.assert_allclose(loss, terms.drafter_loss, rtol=1e-9)
@@ -167,7 +176,7 @@ def test_a_non_finite_update_leaves_the_drafter_as_it_was():
     c, b = config(), batch()
     params, head = weights()
     known = lesson(c, b)
-    known = known._replace(features=known.features.at[0, 0].set(jnp.nan))
+    known = known._replace(tapped=known.tapped.at[0, 0].set(jnp.nan))
     state = drafter.init(c, jax.tree.map(jnp.array, head))
     new, loss = drafter.update(c, drafter.freeze(params), state, known)
     assert np.isnan(loss)

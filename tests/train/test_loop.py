@@ -158,6 +158,14 @@ def test_a_run_starts_from_a_drafter_file(tmp_path):
     eagle_file.save(path, other, eagle.init(jax.random.key(9), other))
     with pytest.raises(base.UserError, match="a drafter of another model: ffn 24 for"):
         setup_lib.prepare(c)
+    deep = dataclasses.replace(setup.eagle, taps=(0, 1, 1))
+    eagle_file.save(path, deep, eagle.init(jax.random.key(9), deep))
+    with pytest.raises(base.UserError, match="the model has 2 layers"):
+        setup_lib.prepare(c)
+    with pytest.raises(base.UserError, match=r"drafter\.features is 3, but the model has 2 layers"):
+        setup_lib.prepare(config(drafter__features=3))
+    with pytest.raises(base.UserError, match=r"drafter\.features is 2; allowed: 1, 3"):
+        setup_lib.prepare(config(drafter__features=2))
     path.write_bytes(b"nothing")
     with pytest.raises(base.UserError, match="cannot read the drafter"):
         setup_lib.prepare(c)

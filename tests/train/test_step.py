@@ -90,8 +90,8 @@ def body(config, params, tokens):
     rows, count = tokens.shape
     place = jnp.broadcast_to(jnp.arange(count), (rows, count))
     mask = jnp.broadcast_to(jnp.tril(jnp.ones((count, count), bool)), (rows, count, count))
-    out, _ = policy.Policy(config.policy).apply({"params": params}, tokens, place, mask)
-    return out, place, mask
+    out = policy.Policy(config.policy).apply({"params": params}, tokens, place, mask)
+    return out.features, place, mask
 
 
 def longhand_weights(b, name, first=0):
