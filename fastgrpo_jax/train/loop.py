@@ -333,6 +333,7 @@ def _step_batch(c, batch: base.RolloutBatch, advantages) -> step_lib.StepBatch:
         logps=jnp.asarray(batch.logps),
         advantages=jnp.asarray(advantages),
         temperature=jnp.full(len(advantages), c.sampling.temperature, jnp.float32),
+        kept=jnp.asarray(batch.stopped) if c.loss.mask_truncated else None,
     )
 
 

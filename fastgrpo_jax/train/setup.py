@@ -162,16 +162,27 @@ def _losses(c) -> Losses:
     loss, o, d = c.loss, c.optim, c.drafter
     return Losses(
         loss=grpo.LossConfig(
-            loss.name, loss.clip_low, loss.clip_high, loss.kl_beta, loss.advantage_scale
+            name=loss.name,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            kl_beta=loss.kl_beta,
+            kl_estimator=loss.kl_estimator,
+            reference_sync_every=loss.reference_sync_every,
+            reference_sync_alpha=loss.reference_sync_alpha,
+            importance_cap=loss.importance_cap,
+            advantage_scale=loss.advantage_scale,
         ),
         optim=optim.OptimConfig(
             learning_rate=o.learning_rate,
+            schedule=o.schedule,
             warmup_steps=o.warmup_steps,
+            decay_steps=o.decay_steps,
             weight_decay=o.weight_decay,
             b1=o.b1,
             b2=o.b2,
             eps=o.eps,
             max_grad_norm=o.max_grad_norm,
+            mu_dtype=o.mu_dtype,
         ),
         drafter_optim=optim.OptimConfig(
             learning_rate=d.learning_rate,
