@@ -23,6 +23,9 @@ def get_config() -> config_dict.ConfigDict:
     c.task.chat = True  # render text prompts as one user message by the tokenizer's template
     c.task.prompts_per_step = 4  # P: distinct prompts of a step
     c.task.group = 8  # G: completions per prompt, at least 2
+    # Most extra rollouts of a step, whose groups replace those without a difference in rewards
+    # (DAPO's dynamic sampling); 0: off.
+    c.task.resample_max = 0
     c.task.max_prompt_length = 128  # tokens, template included
     c.task.overlong_prompt = "error"  # error | drop | truncate_left
     c.task.shuffle = True  # reshuffle each epoch (finite sources)
@@ -31,6 +34,9 @@ def get_config() -> config_dict.ConfigDict:
     # Names (exact_number, format) or module:function or FILE.py:function, comma-separated.
     c.reward.functions = "exact_number"
     c.reward.weights = ""  # comma-separated, one per function; empty: all 1
+    # DAPO's soft penalty: 0 to -1 over the last so many tokens before the limit; 0: off.
+    c.reward.overlong_buffer = 0
+    c.reward.overlong_factor = 1.0  # weight of that penalty in the reward
     c.reward.on_error = "raise"  # raise | none: what a reward that fails does to its row
 
     c.sampling = config_dict.ConfigDict()

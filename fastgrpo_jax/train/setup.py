@@ -109,8 +109,9 @@ def _check_rows(c, task: data.Task, rendering: data.Rendering, functions) -> Non
     """Render the rows that the run will come to, so that a bad one is answered at start."""
     first = data.take(task, 0, 1, rendering)[0][0]
     rewards.check_columns(functions, first.columns)
+    taken = c.steps * c.task.prompts_per_step * (1 + c.task.resample_max)
     numeric = any(reward.fn is rewards.exact_number for reward in functions)
-    for place in range(min(task.size or 1, c.steps * c.task.prompts_per_step, _CHECKED_ROWS)):
+    for place in range(min(task.size or 1, taken, _CHECKED_ROWS)):
         if c.task.overlong_prompt == "error":
             data.take(task, place, 1, rendering)
         answer = task.row(place).get("answer")
