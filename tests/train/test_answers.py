@@ -46,10 +46,10 @@ def test_groups_are_taken_whole_from_all_rounds():
 
 @pytest.mark.parametrize("buffer, factor", [(0, 1.0), (3, 1.0), (3, 0.5)])
 def test_the_overlong_penalty_is_added_with_its_factor_and_told_without(buffer, factor):
-    """The limit is 6 tokens, the response's and the sequence's; a row without a score keeps none."""
+    """A sequence's limit of 8 leaves 6 tokens after the prompt; a row without a score keeps none."""
     plain = one_round(0, 3)
     plain.scores.total[4] = np.nan
-    got = answers.punish(plain, 6, 8, buffer, factor)
+    got = answers.punish(plain, 7, 8, buffer, factor)
     if not buffer:
         assert got is plain
         return

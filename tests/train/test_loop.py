@@ -19,7 +19,7 @@ import pytest
 
 from fastgrpo_jax import base, configs, main
 from fastgrpo_jax.models import eagle, eagle_file
-from fastgrpo_jax.train import checkpoint, loop, metrics
+from fastgrpo_jax.train import checkpoint, grpo, loop, metrics, optim
 from fastgrpo_jax.train import setup as setup_lib
 
 CLOCKS = ("timing_s/", "step_time", "rollout/tokens_per_s", "compile/")
@@ -226,6 +226,19 @@ EVERYTHING = dict(
     optim__warmup_steps=1, optim__decay_steps=6, optim__mu_dtype="bfloat16",
     optim__weight_decay=0.1, reward__overlong_buffer=4, reward__overlong_factor=0.5,
 )  # fmt: skip
+
+
+def test_every_key_of_the_loss_and_the_optimiser_reaches_the_step():
+    step = setup_lib.prepare(config(**EVERYTHING, loss__clip_low=0.3, loss__clip_high=0.4)).step
+    assert step.loss == grpo.LossConfig(
+        name="gspo", clip_low=0.3, clip_high=0.4, kl_beta=0.1, kl_estimator="k2",
+        reference_sync_every=3, reference_sync_alpha=0.6, importance_cap=2.0,
+        advantage_scale="group",
+    )  # fmt: skip
+    assert step.optim == optim.OptimConfig(
+        learning_rate=1e-3, schedule="cosine", warmup_steps=1, decay_steps=6, weight_decay=0.1,
+        mu_dtype="bfloat16",
+    )  # fmt: skip
 
 
 def test_a_run_with_every_option_of_the_loss_and_the_optimiser_resumes_bit_for_bit(tmp_path):

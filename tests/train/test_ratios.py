@@ -56,6 +56,13 @@ def test_importance_weights_are_truncated_ratios_of_tokens_or_sequences(example,
         assert (np.asarray(got) == 0.9).any()
 
 
+@pytest.mark.parametrize("by_sequence", [False, True])
+def test_importance_weights_have_no_gradient(example, by_sequence):
+    logps, behaviour, mask = map(jnp.asarray, example)
+    slope = jax.grad(lambda x: ratios.importance(x, behaviour, mask, by_sequence).sum())(logps)
+    np.testing.assert_array_equal(slope, 0)
+
+
 def test_fresh_rows_are_weighed_only_under_a_cap_and_stale_ones_always(example):
     _, _, mask = example
     ratio, stale = jnp.full(mask.shape, 3.0), jnp.array(STALENESS, jnp.int32)
