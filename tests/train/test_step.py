@@ -165,7 +165,7 @@ def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, 
     config, state = with_reference(name, beta, **loose)
     b = batch(**fields)
     if fields:  # near the trainer's own, so that some weights are capped and some are not
-        b = b._replace(logps=jnp.asarray(numpy_logps(b)[0], jnp.float32) + batch().logps + 3)
+        b = b._replace(logps=jnp.asarray(numpy_logps(b)[0], jnp.float32) - batch().logps - 3)
     weights = longhand_weights(b, name), longhand_weights(b, "grpo", first=2)
 
     @jax.jit
