@@ -87,7 +87,10 @@ def run(args) -> int:
             args.feature_weight, args.token_weight, args.token_loss, args.unroll
         )
         rates = optim.OptimConfig(
-            args.learning_rate, warmup_steps=min(20, args.steps // 2), decay_steps=args.steps
+            args.learning_rate,
+            schedule="cosine",
+            warmup_steps=min(20, args.steps // 2),
+            decay_steps=args.steps,
         )
     except base.UserError as error:  # which names the keys of a run's config
         text = str(error).replace("drafter.", "--").replace("optim.", "--")

@@ -23,6 +23,9 @@ def get_config() -> config_dict.ConfigDict:
     c.task.chat = True  # render text prompts as one user message by the tokenizer's template
     c.task.prompts_per_step = 4  # P: distinct prompts of a step
     c.task.group = 8  # G: completions per prompt, at least 2
+    # Most extra rollouts of a step, whose groups replace those without a difference in rewards
+    # (DAPO's dynamic sampling); 0: off.
+    c.task.resample_max = 0
     c.task.max_prompt_length = 128  # tokens, template included
     c.task.overlong_prompt = "error"  # error | drop | truncate_left
     c.task.shuffle = True  # reshuffle each epoch (finite sources)
@@ -31,6 +34,9 @@ def get_config() -> config_dict.ConfigDict:
     # Names (exact_number, format) or module:function or FILE.py:function, comma-separated.
     c.reward.functions = "exact_number"
     c.reward.weights = ""  # comma-separated, one per function; empty: all 1
+    # DAPO's soft penalty: 0 to -1 over the last so many tokens before the limit; 0: off.
+    c.reward.overlong_buffer = 0
+    c.reward.overlong_factor = 1.0  # weight of that penalty in the reward
     c.reward.on_error = "raise"  # raise | none: what a reward that fails does to its row
 
     c.sampling = config_dict.ConfigDict()
@@ -89,21 +95,36 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.train = True
 
     c.loss = config_dict.ConfigDict()
-    c.loss.name = "grpo"  # grpo (sequence mean) | dapo (token mean)
+    # grpo (sequence mean) | dapo, bnpo (token mean) | dr_grpo (over a constant length)
+    # | gspo (ratio of the sequence; its paper clips at 3e-4 and 4e-4)
+    # | cispo (clipped ratio as a weight; clip_low=1 clips above alone, as TRL)
+    c.loss.name = "grpo"
+    # With one update per rollout every ratio is 1: clipping acts on stale rows alone.
     c.loss.clip_low = 0.2
     c.loss.clip_high = 0.2
-    c.loss.kl_beta = 0.0  # k3 to the starting policy; 0 keeps no reference in memory
+    c.loss.kl_beta = 0.0  # weight of the KL to the reference policy; 0 keeps none in memory
+    # k3 (GRPO's) | k2 (its gradient is the divergence's own) | k1 (no gradient in expectation)
+    c.loss.kl_estimator = "k3"
+    c.loss.reference_sync_every = 0  # steps between its moves towards the policy; 0: it stays
+    c.loss.reference_sync_alpha = 0.6  # share of the policy in such a move; 1 copies it
+    c.loss.mask_truncated = False  # leave completions that the length limit cut out of the loss
+    # Tokens weigh min(trainer / rollout probability, cap) (gspo: of the sequence's geometric
+    # mean): for a rollout in another precision. 1 or more; TRL has 2; 0: off.
+    c.loss.importance_cap = 0.0
     c.loss.advantage_scale = "group"  # group | batch | none
     c.loss.head_chunk = 256  # tokens whose logits exist at one time
 
     c.optim = config_dict.ConfigDict()
     c.optim.learning_rate = 1e-6
-    c.optim.warmup_steps = 0
-    c.optim.weight_decay = 0.0
+    c.optim.schedule = "constant"  # constant | linear | cosine, after the warm-up
+    c.optim.warmup_steps = 0  # updates of a rising rate, learning_rate / warmup_steps the first
+    c.optim.decay_steps = 0  # linear, cosine: updates, warm-up included, until the rate is 0
+    c.optim.weight_decay = 0.0  # of matrices; norms, biases and the embedding do not decay
     c.optim.b1 = 0.9
     c.optim.b2 = 0.999
     c.optim.eps = 1e-8
     c.optim.max_grad_norm = 1.0
+    c.optim.mu_dtype = ""  # of Adam's first moment: bfloat16 (half its memory) | empty: float32
     c.optim.micro_batches = 1  # rows are split into this many; the gradient is the same
     c.optim.remat = False  # recompute layers in the backward pass: less memory, slower
 

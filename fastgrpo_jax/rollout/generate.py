@@ -7,7 +7,7 @@ prefill shape, limits) is fixed before the loop; the loop only decides speed.
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -309,6 +309,16 @@ def _finish(s: base.Sequences) -> base.RolloutBatch:
         prompt_length=s.prompt_length,
         length=s.length,
         stopped=s.stopped,
+    )
+
+
+def joined(runs: Sequence[Rollout]) -> Rollout:
+    """Take rollouts that followed one another as one; the batch stays the last one's."""
+    return runs[-1]._replace(
+        blocks=tuple(block for run in runs for block in run.blocks),
+        prefill_seconds=sum(run.prefill_seconds for run in runs),
+        decode_seconds=sum(run.decode_seconds for run in runs),
+        compiled=sum(run.compiled for run in runs),
     )
 
 

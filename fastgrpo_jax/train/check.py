@@ -68,6 +68,9 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "seed",
+    "task.resample_max",
+    "reward.overlong_buffer",
+    "reward.overlong_factor",
     "sampling.temperature",
     "sampling.top_k",
     "sampling.max_length",
@@ -91,6 +94,7 @@ _CHOICES = {
 }
 _AT_MOST = {
     "seed": 2**31 - 2,
+    "task.resample_max": 1000,
     "rollout.ngram_max": 32,
     "rollout.ngram_earlier": 1024,
     "rollout.depth_max": strategy.DEEPEST,
@@ -120,7 +124,13 @@ def limits(c, policy: base.PolicyConfig) -> engine_lib.Limits:
             f"sampling.max_length is {total}; allowed: above task.max_prompt_length = {prompt}, "
             "so that every prompt leaves room for an answer"
         )
-    return engine_lib.Limits(prompt, min(response, total - 1), total)
+    response = min(response, total - 1)
+    if c.reward.overlong_buffer > response:
+        raise base.UserError(
+            f"reward.overlong_buffer is {c.reward.overlong_buffer}; allowed: 0 (off) to {response}, "
+            "the longest response"
+        )
+    return engine_lib.Limits(prompt, response, total)
 
 
 def stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:

@@ -1,20 +1,35 @@
-"""Advantages and policy losses (GRPO, arXiv 2402.03300; DAPO's token mean, arXiv 2503.14476).
+"""Advantages and policy losses: GRPO (arXiv 2402.03300) and its kin.
 
-A loss is a weighted sum over response tokens. The weights carry the whole difference between
-the losses and hold every denominator; they are computed once for a batch, so however the
-batch is split afterwards, the parts add up to the same loss.
+A loss is a weighted sum over response tokens. The weights hold every denominator and are
+computed once for a batch, so however the batch is split afterwards, the parts add up to the
+same loss. The losses differ in the weights, and in what a token's own term is:
+
+| name      | weights                                         | a token's term                       |
+|-----------|-------------------------------------------------|--------------------------------------|
+| `grpo`    | mean over sequences of the mean over tokens     | clipped ratio of the token           |
+| `dapo`    | mean over the batch's tokens (arXiv 2503.14476) | as grpo                              |
+| `bnpo`    | as dapo: TRL's differ in whose tokens they mean | as grpo                              |
+| `dr_grpo` | 1 / (sequences x max_response), arXiv 2503.20783 | as grpo                             |
+| `gspo`    | as grpo                                         | clipped ratio of the sequence        |
+| `cispo`   | as dapo                                         | log-prob, weighed by a clipped ratio |
+
+TRL's `bnpo` averages over the tokens of a micro-batch, its `dapo` over those of all. Here a
+micro-batch is no statistical unit: the split never changes the gradient, so the two agree.
 """
 
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from fastgrpo_jax import base
+from fastgrpo_jax.train import kl as kl_lib
+from fastgrpo_jax.train import ratios
 
-LOSSES = ("grpo", "dapo")
+LOSSES = ("grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo")
 SCALES = ("group", "batch", "none")
 STD_EPS = 1e-4  # added to a standard deviation before dividing by it, as TRL does
 
@@ -31,24 +46,47 @@ class LossConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl_beta: float = 0.0
+    kl_estimator: str = "k3"
+    reference_sync_every: int = 0
+    reference_sync_alpha: float = 0.6
+    importance_cap: float = 0.0
     advantage_scale: str = "group"
 
     def __post_init__(self):
         _check_choice("loss.name", self.name, LOSSES)
+        _check_choice("loss.kl_estimator", self.kl_estimator, kl_lib.ESTIMATORS)
         _check_choice("loss.advantage_scale", self.advantage_scale, SCALES)
-        if not 0 <= self.clip_low < 1:
-            raise base.UserError(f"loss.clip_low is {self.clip_low}; allowed: [0, 1)")
-        if not 0 <= self.clip_high < float("inf"):
-            raise base.UserError(f"loss.clip_high is {self.clip_high}; allowed: 0 or more")
-        if not 0 <= self.kl_beta < float("inf"):
-            raise base.UserError(f"loss.kl_beta is {self.kl_beta}; allowed: 0 or more")
+        infinity, every = float("inf"), self.reference_sync_every
+        ranges = {
+            "clip_low": (0 <= self.clip_low <= 1, "[0, 1]"),
+            "clip_high": (0 <= self.clip_high < infinity, "0 or more"),
+            "kl_beta": (0 <= self.kl_beta < infinity, "0 or more"),
+            "reference_sync_every": (
+                0 <= every < 2**31 if self.kl_beta > 0 else every == 0,
+                "0 (never) or more, and 0 where loss.kl_beta is 0, since there is no reference then",
+            ),
+            "reference_sync_alpha": (0 < self.reference_sync_alpha <= 1, "(0, 1]"),
+            "importance_cap": (
+                self.importance_cap == 0 or 1 <= self.importance_cap < infinity,
+                "0 (off), or 1 or more",
+            ),
+        }
+        for field, (good, allowed) in ranges.items():
+            if not good:
+                raise base.UserError(f"loss.{field} is {getattr(self, field)}; allowed: {allowed}")
+
+    @property
+    def by_sequence(self) -> bool:
+        """Whether ratios are a sequence's, not a token's."""
+        return self.name == "gspo"
 
 
 class PolicyTerms(NamedTuple):
     """The loss per token, unweighted; 0 (False) where masked.
 
     clipped_low: the ratio fell below 1 - clip_low under a negative advantage, so that the
-      token has no gradient; clipped_high: above 1 + clip_high under a positive one.
+      token has no gradient; clipped_high: above 1 + clip_high under a positive one. Of `cispo`:
+      the weight was clipped, whatever the advantage; the gradient stays.
     kl: None without a reference.
     """
 
@@ -95,17 +133,19 @@ def group_std(rewards: Float[np.ndarray, "P G"]) -> Float[np.ndarray, " P"]:
     return np.sqrt((_deviations(rewards) ** 2).sum(axis=1) / np.maximum(count - 1, 1))
 
 
-def token_weights(mask: Bool[Array, "N R"], name: str) -> Float[Array, "N R"]:
-    """Weight each response token; the weights of a batch add up to 1 (0 if all is masked).
+def token_weights(mask: Bool[Array, "N R"], name: str, max_response: int) -> Float[Array, "N R"]:
+    """Weight each response token by the table above; sequences without one do not count.
 
-    `grpo`: the mean over sequences of the mean over their tokens; sequences without a
-    response token do not count. `dapo`: the mean over all tokens.
+    The weights of a batch add up to 1 (`dr_grpo`: to its mean length over `max_response`
+    tokens), or to 0 if all is masked.
     """
     tokens = jnp.sum(mask, axis=1, keepdims=True, dtype=jnp.int32)
-    if name == "dapo":
-        denominator = jnp.sum(tokens)
-    else:
-        denominator = tokens * jnp.sum(tokens > 0, dtype=jnp.int32)
+    sequences = jnp.sum(tokens > 0, dtype=jnp.int32)
+    denominator = {
+        "grpo": tokens * sequences,
+        "gspo": tokens * sequences,
+        "dr_grpo": sequences * max_response,
+    }.get(name, jnp.sum(tokens))
     return mask / jnp.maximum(denominator, 1).astype(jnp.float32)
 
 
@@ -116,30 +156,36 @@ def policy_loss(
     weights: Float[Array, "N R"],
     config: LossConfig,
     reference_logps: Float[Array, "N R"] | None = None,
+    importance: Float[Array, "N R"] | None = None,
 ) -> tuple[Float[Array, ""], PolicyTerms]:
     """Compute the clipped policy loss, with a KL penalty where a reference is given.
 
-        ratio = exp(logp - old);  objective = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
-        kl = exp(ref - logp) - (ref - logp) - 1
-        loss = sum of weight * (objective + kl_beta kl)
+        ratio_t = exp(logp_t - old_t)            gspo: exp(mean_t(logp_t - old_t)), arXiv 2507.18071
+        objective = -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+        cispo (arXiv 2506.13585): objective = -stop_gradient(clip(ratio, 1 - low, 1 + high)) A logp
+        loss = sum of weight * (importance * objective + kl_beta kl)
 
-    The KL estimate (k3, Schulman 2020) is GRPO's; the gradient that it sends through the
-    log-probs is on average that of KL(reference || policy). Tokens of weight 0 may hold any
+    `old_logps` are the proximal policy's, see `ratios`; `importance` (default: all 1) weighs the
+    policy's term for what was sampled by another one, as in TRL. Of TRL's `cispo` the cap is
+    1 + clip_high, and clip_low = 1 takes the lower bound off. Tokens of weight 0 may hold any
     value, NaN included. Written by cases, not by `minimum`, whose gradient halves at ties.
     """
     mask = weights > 0
-    # Neutralised before any arithmetic: a mask after it would stop the NaN, not its gradient.
-    logps = jnp.where(mask, logps, 0)
-    ratio = jnp.exp(logps - jnp.where(mask, old_logps, 0))
+    logps = jnp.where(mask, logps, 0)  # before any arithmetic, see ratios.ratio
+    ratio = ratios.ratio(logps, old_logps, mask, config.by_sequence)
     scale = jnp.where(mask, advantages[:, None], 0)
-    low = (scale < 0) & (ratio < 1 - config.clip_low)
-    high = (scale > 0) & (ratio > 1 + config.clip_high)
+    low, high = ratio < 1 - config.clip_low, ratio > 1 + config.clip_high
+    if config.name != "cispo":
+        low, high = low & (scale < 0), high & (scale > 0)
     bounded = jnp.where(low, 1 - config.clip_low, jnp.where(high, 1 + config.clip_high, ratio))
-    objective = per_token = -bounded * scale
-    kl = None
+    if config.name == "cispo":
+        bounded = jax.lax.stop_gradient(bounded) * logps
+    objective = -bounded * scale
+    if importance is not None:
+        objective = jnp.where(mask, importance, 0) * objective
+    per_token, kl = objective, None
     if reference_logps is not None:
-        ahead = jnp.where(mask, reference_logps, 0) - logps
-        kl = jnp.exp(ahead) - ahead - 1
+        kl = kl_lib.estimate(config.kl_estimator, logps, jnp.where(mask, reference_logps, 0))
         per_token = objective + config.kl_beta * kl
     return jnp.sum(weights * per_token), PolicyTerms(objective, low, high, kl)
 
@@ -162,28 +208,6 @@ def clip_metrics(terms: PolicyTerms, mask: Bool[Array, "N R"]) -> dict[str, Floa
         "clip_ratio/low_min": jnp.where(jnp.any(tokens > 0), low_min, 0),
         "clip_ratio/high_mean": token_mean(high, mask),
         "clip_ratio/high_max": jnp.max(share_high),
-    }
-
-
-def sampling_metrics(
-    logps: Float[Array, "N R"], behaviour: Float[Array, "N R"], mask: Bool[Array, "N R"]
-) -> dict[str, Float[Array, ""]]:
-    """Compare the trainer's log-probs with those recorded by the rollout.
-
-    The differences are rounding as long as both run the same weights; 0 and ratios of 1 if
-    there are no tokens.
-    """
-    difference = jnp.where(mask, logps - behaviour, 0)
-    ratio = jnp.exp(difference)
-    some = jnp.any(mask)
-    return {
-        "sampling/sampling_logp_difference/mean": token_mean(jnp.abs(difference), mask),
-        "sampling/sampling_logp_difference/max": jnp.max(jnp.abs(difference)),
-        "sampling/importance_sampling_ratio/min": jnp.min(
-            jnp.where(mask | ~some, ratio, jnp.inf),
-        ),
-        "sampling/importance_sampling_ratio/mean": jnp.where(some, token_mean(ratio, mask), 1),
-        "sampling/importance_sampling_ratio/max": jnp.max(jnp.where(mask | ~some, ratio, 0)),
     }
 
 

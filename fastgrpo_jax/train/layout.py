@@ -25,6 +25,8 @@ class StepBatch(NamedTuple):
       of a group follow one another and have the same prompt.
     logps: the rollout's log-prob of each token, 0 on prompts.
     temperature: that the row was sampled at; 0 counts as 1.
+    kept: rows that the policy's loss is of; the others still teach the drafter. None: all.
+    staleness: updates of the policy since the row was sampled. None: 0.
     """
 
     tokens: Int[Array, "N T"]
@@ -33,13 +35,16 @@ class StepBatch(NamedTuple):
     logps: Float[Array, "N T"]
     advantages: Float[Array, " N"]
     temperature: Float[Array, " N"]
+    kept: Bool[Array, " N"] | None = None
+    staleness: Int[Array, " N"] | None = None
 
 
 class Places(NamedTuple):
     """The response tokens of each sequence, R = min(max_response, T) places.
 
     position: of the token in its sequence; clipped to it where `mask` is False.
-    drafter_weights: as `weights`, 0 also for a token that no drafter pair precedes.
+    weights: of the policy's loss, 0 in rows that it leaves out.
+    drafter_weights: of sequence means, 0 for a token that no drafter pair precedes.
     """
 
     position: Int[Array, "N R"]
@@ -89,11 +94,12 @@ def locate(batch: StepBatch, max_response: int, loss: str) -> Places:
     offset = jnp.arange(min(max_response, last + 1), dtype=jnp.int32)
     position = batch.prompt_length[:, None] + offset
     mask = position < batch.length[:, None]
+    counted = mask if batch.kept is None else mask & batch.kept[:, None]
     return Places(
         position=jnp.clip(position, 0, last),
         mask=mask,
-        weights=grpo.token_weights(mask, loss),
-        drafter_weights=grpo.token_weights(mask & (position >= 2), "grpo"),
+        weights=grpo.token_weights(counted, loss, max_response),
+        drafter_weights=grpo.token_weights(mask & (position >= 2), "grpo", max_response),
     )
 
 

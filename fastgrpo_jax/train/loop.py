@@ -11,7 +11,6 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base
@@ -26,6 +25,7 @@ from fastgrpo_jax.rollout import (
 )
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
+from fastgrpo_jax.train import answers as answers_lib
 from fastgrpo_jax.train import (
     checkpoint,
     data,
@@ -33,7 +33,7 @@ from fastgrpo_jax.train import (
     lengths,
     metrics,
     report,
-    rewards,
+    resample,
     rollouts,
     workdirs,
 )
@@ -218,46 +218,91 @@ class Played(NamedTuple):
     memory: Memory
 
 
+class Round(NamedTuple):
+    """P prompts, answered and scored."""
+
+    answers: answers_lib.Answers
+    rollout: generate.Rollout
+    changed: int  # prompts that were dropped or truncated
+    reward_seconds: float
+
+
 def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
-    """Answer the next prompts and score the answers."""
+    """Answer the next prompts and score the answers; metrics are of all that was answered."""
     c, setup = run.config, run.setup
-    began = time.perf_counter()
+    began, count, group = time.perf_counter(), c.task.prompts_per_step, c.task.group
+    weights = rollouts.weights(c, setup, state, memory.counts)
+    rounds, teaches = [], np.zeros(0, bool)
+    while teaches.sum() < count and len(rounds) <= c.task.resample_max:
+        one, memory = _round(run, weights, int(state.step), memory)
+        rounds.append(one)
+        found = resample.informative(one.answers.scores.total.reshape(count, group))
+        teaches = np.concatenate([teaches, found])
+    renewed = run.controller.renew(memory.controller)  # the step changes the weights
+    memory = memory._replace(controller=renewed)
+    elapsed = time.perf_counter() - began
+    everything = answers_lib.punish(
+        answers_lib.join([one.answers for one in rounds]),
+        setup.limits.response,
+        setup.limits.total,
+        c.reward.overlong_buffer,
+        c.reward.overlong_factor,
+    )
+    groups = resample.choose(teaches, count)
+    kept = answers_lib.take(everything, groups) if len(rounds) > 1 else everything
+    row = _describe(run, everything, generate.joined([one.rollout for one in rounds]), memory)
+    if weights.draft_ids is not None:
+        ids = np.asarray(weights.draft_ids)
+        row["drafter/vocab_coverage"] = draft_vocab.coverage(ids, base.responses(everything.batch))
+    row["data/overlong"] = float(sum(one.changed for one in rounds))
+    row["timing_s/reward"] = sum(one.reward_seconds for one in rounds)
+    row["timing_s/rollout"] = elapsed - row["timing_s/reward"]
+    if c.task.resample_max:
+        row["resample/rounds"] = float(len(rounds) - 1)
+        row["resample/replaced"] = float(sum(i >= count for i in groups))
+    totals = kept.scores.total.reshape(count, group)
+    advantages = grpo.advantages(totals, c.loss.advantage_scale).reshape(-1)
+    return Played(
+        answers_lib.step_batch(
+            kept.batch, advantages, c.sampling.temperature, c.loss.mask_truncated
+        ),
+        row,
+        answers_lib.lines(kept, advantages, c.log.completions_per_step),
+        memory,
+    )
+
+
+def _round(run: Run, weights: speculate.Weights, step: int, memory: Memory) -> tuple[Round, Memory]:
+    """Take the next P prompts of the data stream, answer and score them."""
+    c, setup = run.config, run.setup
     prompts, cursor, changed = data.take(
         setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
     )
-    weights = rollouts.weights(c, setup, state, memory.counts)
-    rollout = _answer(run, weights, prompts, int(state.step), memory)
+    rollout = _answer(run, weights, prompts, step, memory)
     rolled = time.perf_counter()
     run.progress.phase("rewards")
-    batch = rollout.batch
-    scores, texts = _score(c, setup, prompts, batch)
+    answers = answers_lib.score(
+        setup.rewards, setup.model.tokenizer, prompts, rollout.batch, c.reward.on_error
+    )
+    seconds = time.perf_counter() - rolled
     memory = _remember(run, memory, prompts, rollout, weights.draft_ids is not None)
+    return Round(answers, rollout, changed, seconds), memory._replace(cursor=cursor)
+
+
+def _describe(
+    run: Run, answers: answers_lib.Answers, rollout: generate.Rollout, memory: Memory
+) -> dict[str, float]:
+    """Compute the metrics of rewards, lengths and speculation."""
+    batch, scores = answers.batch, answers.scores
     row = metrics.summarise(
         scores.total,
         scores.parts,
-        c.task.group,
+        run.config.task.group,
         batch.length - batch.prompt_length,
         batch.stopped,
         memory.num_tokens,
     )
-    row |= generate.statistics(rollout)
-    if weights.draft_ids is not None:
-        ids = np.asarray(weights.draft_ids)
-        row["drafter/vocab_coverage"] = draft_vocab.coverage(ids, base.responses(batch))
-    row |= {
-        "reward/failures": float(scores.failures),
-        "data/overlong": float(changed),
-        "timing_s/rollout": rolled - began,
-        "timing_s/reward": time.perf_counter() - rolled,
-    }
-    groups = scores.total.reshape(-1, c.task.group)
-    advantages = grpo.advantages(groups, c.loss.advantage_scale).reshape(-1)
-    return Played(
-        _step_batch(c, batch, advantages),
-        row,
-        _completions(c, prompts, texts, scores, advantages, batch),
-        memory._replace(cursor=cursor),
-    )
+    return row | generate.statistics(rollout) | {"reward/failures": float(scores.failures)}
 
 
 def _answer(
@@ -303,54 +348,11 @@ def _remember(
             for i in range(0, len(emitted), c.task.group)]  # fmt: skip
     return memory._replace(
         num_tokens=memory.num_tokens + int(batch.length.sum()),
-        controller=run.controller.renew(rollout.memory),  # the step changes the weights
+        controller=rollout.memory,
         counts=draft_vocab.count(emitted, memory.counts) if counting else {},
         lengths=lengths.learn(memory.lengths, ids, said) if run.waits else {},
         corpus=rollouts.remember(c, memory.corpus, ids, batch) if run.looks_back else {},
     )
-
-
-def _score(c, setup, prompts, batch: base.RolloutBatch) -> tuple[rewards.Scores, list[str]]:
-    ids = base.responses(batch)
-    texts = [setup.model.tokenizer.decode(x, skip_special_tokens=True) for x in ids]
-    group = c.task.group
-    scores = rewards.score(
-        setup.rewards,
-        [p.prompt for p in prompts for _ in range(group)],
-        texts,
-        ids,
-        data.repeated_columns(prompts, group),
-        c.reward.on_error,
-    )
-    return scores, texts
-
-
-def _step_batch(c, batch: base.RolloutBatch, advantages) -> step_lib.StepBatch:
-    return step_lib.StepBatch(
-        tokens=jnp.asarray(batch.tokens),
-        prompt_length=jnp.asarray(batch.prompt_length),
-        length=jnp.asarray(batch.length),
-        logps=jnp.asarray(batch.logps),
-        advantages=jnp.asarray(advantages),
-        temperature=jnp.full(len(advantages), c.sampling.temperature, jnp.float32),
-    )
-
-
-def _completions(c, prompts, texts, scores, advantages, batch) -> list[dict[str, Any]]:
-    group = c.task.group
-    return [
-        {
-            "place": prompts[i // group].place,
-            "sample": i % group,
-            "prompt": prompts[i // group].text,
-            "completion": texts[i],
-            "reward": float(scores.total[i]),
-            "advantage": float(advantages[i]),
-            "tokens": int(batch.length[i] - batch.prompt_length[i]),
-            "stopped": bool(batch.stopped[i]),
-        }
-        for i in range(min(c.log.completions_per_step, len(texts)))
-    ]
 
 
 def _costs(c, setup, state: base.TrainState, workdir: pathlib.Path) -> costs.Table:

@@ -109,8 +109,9 @@ def _check_rows(c, task: data.Task, rendering: data.Rendering, functions) -> Non
     """Render the rows that the run will come to, so that a bad one is answered at start."""
     first = data.take(task, 0, 1, rendering)[0][0]
     rewards.check_columns(functions, first.columns)
+    taken = c.steps * c.task.prompts_per_step * (1 + c.task.resample_max)
     numeric = any(reward.fn is rewards.exact_number for reward in functions)
-    for place in range(min(task.size or 1, c.steps * c.task.prompts_per_step, _CHECKED_ROWS)):
+    for place in range(min(task.size or 1, taken, _CHECKED_ROWS)):
         if c.task.overlong_prompt == "error":
             data.take(task, place, 1, rendering)
         answer = task.row(place).get("answer")
@@ -166,16 +167,27 @@ def _losses(c) -> Losses:
     loss, o, d = c.loss, c.optim, c.drafter
     return Losses(
         loss=grpo.LossConfig(
-            loss.name, loss.clip_low, loss.clip_high, loss.kl_beta, loss.advantage_scale
+            name=loss.name,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            kl_beta=loss.kl_beta,
+            kl_estimator=loss.kl_estimator,
+            reference_sync_every=loss.reference_sync_every,
+            reference_sync_alpha=loss.reference_sync_alpha,
+            importance_cap=loss.importance_cap,
+            advantage_scale=loss.advantage_scale,
         ),
         optim=optim.OptimConfig(
             learning_rate=o.learning_rate,
+            schedule=o.schedule,
             warmup_steps=o.warmup_steps,
+            decay_steps=o.decay_steps,
             weight_decay=o.weight_decay,
             b1=o.b1,
             b2=o.b2,
             eps=o.eps,
             max_grad_norm=o.max_grad_norm,
+            mu_dtype=o.mu_dtype,
         ),
         drafter_optim=optim.OptimConfig(
             learning_rate=d.learning_rate,

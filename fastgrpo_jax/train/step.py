@@ -6,7 +6,8 @@ targets. Whatever the drafter reads of the policy has its gradient stopped, and 
 parts have separate norms and guards, so the drafter cannot touch the policy.
 
 Ratios are on-policy: the old log-probs are this forward's own, so every ratio is exactly 1
-and only its gradient acts. The rollout's log-probs appear in metrics alone.
+and only its gradient acts. The rollout's log-probs appear in metrics and importance weights
+alone; in the old log-probs only of rows that are stale.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import head, layers, policy
-from fastgrpo_jax.train import distill, forward, grpo, layout, optim
+from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
 from fastgrpo_jax.train.layout import Places, StepBatch
 
 
@@ -101,7 +102,8 @@ def init_state(
 def make_train_step(config: StepConfig):
     """Compile on first use (state, batch) -> (state, metrics); the state is donated.
 
-    Metrics are float32 scalars, left on the device. `kl` is there only with a KL term,
+    Metrics are float32 scalars, left on the device; those of clipping and `kl` are of the rows
+    that the policy's loss keeps, the others of all. `kl` is there only with a KL term,
     `drafter/*` only with a drafter to train.
 
     Raises (when called):
@@ -150,8 +152,17 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
     optimizer = optim.make_optimizer(config.optim)
     new = optim.guarded_update(optimizer, terms.loss, grads, state.params, state.opt_state)
     metrics = _metrics(config, state, batch, terms, places)
-    metrics |= {"grad_norm": new.grad_norm, "policy/skipped": ~new.applied}
-    state = state._replace(step=state.step + 1, params=new.params, opt_state=new.opt_state)
+    metrics |= {f"grad_norm/{k}": norm for k, norm in optim.norms_by_part(grads).items()}
+    done = state.step + 1
+    metrics |= {
+        "grad_norm": new.grad_norm,
+        "policy/skipped": ~new.applied,
+        "policy/skipped_total": done - optim.updates(new.opt_state),
+    }
+    reference = _synchronised(config.loss, state.reference, new.params, done)
+    state = state._replace(
+        step=done, params=new.params, opt_state=new.opt_state, reference=reference
+    )
     if config.eagle:
         optimizer = optim.make_optimizer(config.drafter_optim)
         new = optim.guarded_update(
@@ -170,6 +181,18 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
             "drafter/steps": state.drafter_steps,
         }
     return state, {name: value.astype(jnp.float32) for name, value in metrics.items()}
+
+
+def _synchronised(config: grpo.LossConfig, reference, params, step: Int[Array, ""]):
+    """Draw the reference towards the policy every so many steps (TR-DPO, arXiv 2404.09656)."""
+    if reference is None or not config.reference_sync_every:
+        return reference
+    alpha = config.reference_sync_alpha
+
+    def mix():
+        return jax.tree.map(lambda new, old: alpha * new + (1 - alpha) * old, params, reference)
+
+    return jax.lax.cond(step % config.reference_sync_every == 0, mix, lambda: reference)
 
 
 def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
@@ -191,13 +214,15 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
         reference_logps = jax.lax.stop_gradient(
             _score(config, reference, ahead_reference, batch, places, None).logps
         )
+    old, ratio = _off_policy(config, scores.logps, batch, places)
     loss, terms = grpo.policy_loss(
         scores.logps,
-        jax.lax.stop_gradient(scores.logps),
+        old,
         batch.advantages,
         places.weights,
         config.loss,
         reference_logps,
+        ratios.truncate(ratio, config.loss.importance_cap, batch.staleness),
     )
     drafter_loss, acceptance = jnp.zeros_like(loss), None
     if drafter is not None:
@@ -211,6 +236,17 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
     return loss + drafter_loss, Terms(
         loss, drafter_loss, acceptance, scores.logps, scores.entropy, terms
     )
+
+
+def _off_policy(config: StepConfig, logps, batch: StepBatch, places: Places):
+    """Compute the proximal policy's log-probs, and its ratios to the behaviour policy."""
+    behaviour = _behaviour(batch, places)
+    old = ratios.proximal(logps, behaviour, batch.staleness)
+    return old, ratios.importance(old, behaviour, places.mask, config.loss.by_sequence)
+
+
+def _behaviour(batch: StepBatch, places: Places) -> Float[Array, "N R"]:
+    return jnp.take_along_axis(batch.logps, places.position, axis=1)
 
 
 def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
@@ -230,16 +266,17 @@ def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> 
 
 def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:
     """Compute the policy's metrics from whole-batch sums."""
-    mask = places.mask
-    behaviour = jnp.take_along_axis(batch.logps, places.position, axis=1)
+    mask, counted = places.mask, places.weights > 0
+    ratio = _off_policy(config, terms.logps, batch, places)[1]
+    behaviour, cap = _behaviour(batch, places), config.loss.importance_cap
     metrics = {
         "loss": terms.loss,
         "policy_loss": jnp.sum(places.weights * terms.policy.objective),
         "entropy": grpo.token_mean(terms.entropy, mask),
         "learning_rate": optim.learning_rate(config.optim, state.opt_state),
-        **grpo.clip_metrics(terms.policy, mask),
-        **grpo.sampling_metrics(terms.logps, behaviour, mask),
+        **grpo.clip_metrics(terms.policy, counted),
+        **ratios.sampling_metrics(terms.logps, behaviour, ratio, mask, cap),
     }
     if terms.policy.kl is not None:
-        metrics["kl"] = grpo.token_mean(terms.policy.kl, mask)
+        metrics["kl"] = grpo.token_mean(terms.policy.kl, counted)
     return metrics

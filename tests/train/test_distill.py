@@ -20,7 +20,9 @@ def example():
 
 
 def loss_of(next_feature, feature, drafts, mask, config):
-    weights = jnp.repeat(grpo.token_weights(jnp.asarray(mask), "grpo")[..., None], J, axis=2)
+    weights = jnp.repeat(
+        grpo.token_weights(jnp.asarray(mask), "grpo", mask.shape[1])[..., None], J, axis=2
+    )
     args = jax.tree.map(jnp.asarray, (next_feature, feature, drafts))
     return distill.drafter_loss(*args, weights, config)
 

@@ -1,6 +1,5 @@
 """The drafter's training forward, and its training alone on features that were kept."""
 
-import dataclasses
 import functools
 
 import jax
@@ -181,18 +180,3 @@ def test_a_non_finite_update_leaves_the_drafter_as_it_was():
     new, loss = drafter.update(c, drafter.freeze(params), state, known)
     assert np.isnan(loss)
     jax.tree.map(np.testing.assert_array_equal, new.params, head)
-
-
-def test_the_rate_falls_to_zero_by_half_a_cosine():
-    rates = optim.OptimConfig(learning_rate=0.1, warmup_steps=2, decay_steps=10)
-    seen = []
-    state = optim.make_optimizer(rates).init({"x": jnp.zeros(1)})
-    for count in range(12):
-        at = (*state[:1], state[1]._replace(count=jnp.array(count, jnp.int32)), *state[2:])
-        seen.append(float(optim.learning_rate(rates, at)))
-    expected = [
-        0.1 * min((n + 1) / 2, 1) * (1 + np.cos(np.pi * min(n / 10, 1))) / 2 for n in range(12)
-    ]
-    np.testing.assert_allclose(seen, expected, atol=1e-8)
-    with pytest.raises(base.UserError, match=r"optim.decay_steps is -1"):
-        dataclasses.replace(rates, decay_steps=-1)

@@ -19,7 +19,7 @@ import pytest
 
 from fastgrpo_jax import base, configs, main
 from fastgrpo_jax.models import eagle, eagle_file
-from fastgrpo_jax.train import checkpoint, loop, metrics
+from fastgrpo_jax.train import checkpoint, grpo, loop, metrics, optim
 from fastgrpo_jax.train import setup as setup_lib
 
 CLOCKS = ("timing_s/", "step_time", "rollout/tokens_per_s", "compile/")
@@ -228,6 +228,128 @@ def test_kl_and_dapo_and_the_other_drafter_and_micro_batches_run(tmp_path):
     assert rows[-1]["drafter/steps"] == 2
 
 
+EVERYTHING = dict(
+    loss__name="gspo", loss__kl_beta=0.1, loss__kl_estimator="k2", loss__reference_sync_every=3,
+    loss__importance_cap=2, loss__mask_truncated="true", optim__schedule="cosine",
+    optim__warmup_steps=1, optim__decay_steps=6, optim__mu_dtype="bfloat16",
+    optim__weight_decay=0.1, reward__overlong_buffer=4, reward__overlong_factor=0.5,
+)  # fmt: skip
+
+
+def test_every_key_of_the_loss_and_the_optimiser_reaches_the_step():
+    step = setup_lib.prepare(config(**EVERYTHING, loss__clip_low=0.3, loss__clip_high=0.4)).step
+    assert step.loss == grpo.LossConfig(
+        name="gspo", clip_low=0.3, clip_high=0.4, kl_beta=0.1, kl_estimator="k2",
+        reference_sync_every=3, reference_sync_alpha=0.6, importance_cap=2.0,
+        advantage_scale="group",
+    )  # fmt: skip
+    assert step.optim == optim.OptimConfig(
+        learning_rate=1e-3, schedule="cosine", warmup_steps=1, decay_steps=6, weight_decay=0.1,
+        mu_dtype="bfloat16",
+    )  # fmt: skip
+
+
+def test_a_run_with_every_option_of_the_loss_and_the_optimiser_resumes_bit_for_bit(tmp_path):
+    """Law 6: the reference that follows, the schedule and a bfloat16 moment are in the checkpoint."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    options = dict(EVERYTHING, checkpoint__every=1)
+    loop.train(config(**options), whole)
+    loop.train(config(**options, steps=2), halves)
+    loop.train(config(**options), halves)
+    assert timeless(whole) == timeless(halves)
+    assert_same(final_state(config(**options), whole), final_state(config(**options), halves))
+    rows = metrics.read(whole)
+    rates = [1e-3] + [1e-3 * (1 + np.cos(np.pi * n / 5)) / 2 for n in range(3)]
+    np.testing.assert_allclose([row["learning_rate"] for row in rows], rates, rtol=1e-5)
+    assert all(row["sampling/importance_sampling_ratio/capped"] == 0 for row in rows)
+    assert all(row["policy/skipped_total"] == 0 for row in rows)
+    assert all(row["compile/unexpected"] == 0 for row in rows)
+    assert min(row["rewards/soft_overlong_punishment/mean"] for row in rows) < 0
+
+
+@pytest.mark.parametrize("stop, some", [("", False), ("S,m", True)])
+def test_completions_that_were_cut_are_not_learned_from(tmp_path, stop, some):
+    """C4: the loss is the mean over those of two tokens that were not, of which there are few."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions):\n    return [i % 2 for i in range(len(completions))]\n"
+    )
+    options = dict(
+        steps=1, sampling__max_response_length=2, loss__mask_truncated="true", sampling__stop_tokens=stop,
+        reward__functions=f"{path}:score", log__completions_per_step=8,
+    )  # fmt: skip
+    loop.train(config(**options), tmp_path / "run")
+    lines = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    kept = [row["advantage"] for row in map(json.loads, lines) if row["stopped"]]
+    row = metrics.read(tmp_path / "run")[0]
+    assert row["completions/clipped_ratio"] == 1 - len(kept) / 8 and (0 < len(kept) < 8) == some
+    np.testing.assert_allclose(row["loss"], -np.mean(kept) if kept else 0, atol=1e-6)
+    assert (row["grad_norm"] > 0) == some and row["drafter/loss"] > 0
+
+
+def places(workdir):
+    """Return the places of the data stream that each step was trained on."""
+    rows = map(json.loads, (workdir / "completions.jsonl").read_text().splitlines())
+    found = {}
+    for row in rows:
+        found.setdefault(row["step"], {})[row["place"]] = None
+    return [list(steps) for _, steps in sorted(found.items())]
+
+
+def test_groups_that_teach_nothing_are_replaced_and_a_resumed_run_takes_the_same(tmp_path):
+    """Two of three prompts are hopeless; two prompts a step, two more rounds at most.
+
+    Step 0 answers places 0 1 | 2 3, step 1 4 5 | 6 7 | 8 9, and so on: of each the first two
+    that teach are trained on, a hopeless one where the rounds did not give enough.
+    """
+    data = [{"prompt": f"{i} + {i} =", "hope": i % 3 == 0} for i in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def score(completions, hope):\n    return [h * (i % 2) for i, h in enumerate(hope)]\n"
+    )
+    options = dict(
+        task__name=tmp_path / "rows.jsonl", task__shuffle="false", task__resample_max=2,
+        reward__functions=f"{path}:score", log__completions_per_step=8,
+    )  # fmt: skip
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    loop.train(config(**options), whole)
+    loop.train(config(**options, steps=2), halves)
+    loop.train(config(**options), halves)
+    cursor, expected, rounds, replaced = 0, [], [], []
+    for _ in range(4):
+        seen = [cursor, cursor + 1]
+        while sum(i % 3 == 0 for i in seen) < 2 and len(seen) < 6:
+            seen += [cursor + len(seen), cursor + len(seen) + 1]
+        spare = [i for i in seen[2:] if i % 3 == 0]
+        step = [i if i % 3 == 0 or not spare else spare.pop(0) for i in seen[:2]]
+        expected.append(step)
+        rounds.append(len(seen) / 2 - 1)
+        replaced.append(sum(i not in seen[:2] for i in step))
+        cursor += len(seen)
+    assert places(whole) == expected
+    rows = metrics.read(whole)
+    assert [row["resample/rounds"] for row in rows] == rounds and max(rounds) == 2
+    assert [row["resample/replaced"] for row in rows] == replaced
+    assert all(row["compile/unexpected"] == 0 for row in rows)
+    assert timeless(whole) == timeless(halves)
+    assert_same(final_state(config(**options), whole), final_state(config(**options), halves))
+    said = [(w / "completions.jsonl").read_text() for w in (whole, halves)]
+    assert said[0] == said[1]
+
+
+def test_a_run_whose_groups_never_differ_ends_all_the_same(tmp_path):
+    """B19: so many extra rounds and no more; the policy stays."""
+    path = tmp_path / "mine.py"
+    path.write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    options = dict(steps=1, task__resample_max=3, reward__functions=f"{path}:score")
+    loop.train(config(**options), tmp_path / "run")
+    row = metrics.read(tmp_path / "run")[0]
+    assert (row["resample/rounds"], row["resample/replaced"]) == (3, 0)
+    assert row["frac_reward_zero_std"] == 1 and row["grad_norm"] == 0
+    assert places(tmp_path / "run")[0][0] == 0
+
+
 def test_a_run_without_a_drafter_uses_ngrams_and_counts_no_drafter_steps(tmp_path):
     loop.train(config(steps=1, drafter__kind="none"), tmp_path)
     row = metrics.read(tmp_path)[0]
@@ -284,7 +406,10 @@ def answer(capsys, *argv):
     [
         ("--config.model.name=/no/such.gguf", "there is no such file"),
         ("--config.model.name=/", "model.name is '/': that directory has no config.json"),
-        ("--config.loss.name=ppo", "loss.name is 'ppo'; allowed: grpo, dapo"),
+        (
+            "--config.loss.name=ppo",
+            "loss.name is 'ppo'; allowed: grpo, bnpo, dapo, dr_grpo, gspo, cispo",
+        ),
         ("--config.task.group=1", "task.group is 1; allowed: 2 or more"),
         ("--config.optim.micro_batches=3", "optim.micro_batches is 3; allowed: divisors of 8"),
         ("--config.task.max_prompt_length=5", "task.max_prompt_length = 5"),
@@ -314,6 +439,20 @@ def answer(capsys, *argv):
         ("--config.sampling.max_length=10", "sampling.max_length is 10"),
         ("--config.drafter.learning_rate=-1", "drafter.learning_rate is -1.0"),
         ("--config.loss.head_chunk=0", "loss.head_chunk is 0"),
+        ("--config.task.resample_max=-1", "task.resample_max is -1; allowed: 0 or more"),
+        (
+            "--config.reward.overlong_buffer=17",
+            "reward.overlong_buffer is 17; allowed: 0 (off) to 16",
+        ),
+        (
+            "--config.reward.overlong_factor=nan",
+            "reward.overlong_factor is nan; allowed: 0 or more",
+        ),
+        ("--config.loss.kl_estimator=k9", "loss.kl_estimator is 'k9'; allowed: k1, k2, k3"),
+        ("--config.loss.importance_cap=0.1", "loss.importance_cap is 0.1; allowed: 0 (off), or 1"),
+        ("--config.loss.reference_sync_every=5", "loss.reference_sync_every is 5; allowed: 0"),
+        ("--config.optim.schedule=linear", "optim.decay_steps is 0; allowed: above optim.warmup"),
+        ("--config.optim.mu_dtype=float16", "optim.mu_dtype is 'float16'; allowed: bfloat16"),
         ("--config.task.name=datasets:", "datasets:NAME"),
         ("--config.sampling.stop_tokens=99999999", "the id 99999999; allowed: below 100"),
         ("--config.drafter.kind=medusa", "allowed: fastgrpo, eagle, none"),

@@ -76,8 +76,8 @@ def one_step():
     return host(state), host(metrics)
 
 
-def with_reference(name, beta):
-    config = in_float64(CONFIG, loss=grpo.LossConfig(name=name, kl_beta=beta))
+def with_reference(name, beta, **loss):
+    config = in_float64(CONFIG, loss=grpo.LossConfig(name=name, kl_beta=beta, **loss))
     state = new_state(config)
     if beta:
         state = state._replace(reference=jax.tree.map(lambda x: x * 0.9, state.params))
@@ -97,11 +97,15 @@ def body(config, params, tokens):
 def longhand_weights(b, name, first=0):
     """Spell out the weight of every token, [N, T]; those before place `first` have none."""
     spans = [range(max(int(p), first), int(n)) for p, n in zip(b.prompt_length, b.length)]
+    if b.kept is not None and not first:
+        spans = [span if kept else range(0) for span, kept in zip(spans, b.kept)]
     weights = np.zeros((N, T))
     for row, span in enumerate(spans):
         for i in span:
             if name == "grpo":
                 weights[row, i] = 1 / len(span) / sum(len(s) > 0 for s in spans)
+            elif name == "dr_grpo":
+                weights[row, i] = 1 / R / sum(len(s) > 0 for s in spans)
             else:
                 weights[row, i] = 1 / sum(len(s) for s in spans)
     return weights
@@ -119,8 +123,13 @@ def longhand(config, params, drafter, reference, b, weights, drafter_weights):
         return jnp.take_along_axis(scores, b.tokens[:, 1:, None], axis=2)[..., 0]
 
     logp = logps(f, params["embed"])
-    ratio = jnp.exp(logp - jax.lax.stop_gradient(logp))
-    loss = -ratio * b.advantages[:, None].astype(jnp.float64)
+    old = now = jax.lax.stop_gradient(logp)
+    importance = 1
+    if b.staleness is not None:
+        stale = b.staleness[:, None]
+        old = jnp.where(stale > 0, now + (b.logps[:, 1:] - now) / jnp.maximum(stale, 1), now)
+        importance = jnp.minimum(jnp.exp(old - b.logps[:, 1:]), config.loss.importance_cap)
+    loss = -importance * jnp.exp(logp - old) * b.advantages[:, None].astype(jnp.float64)
     if config.loss.kl_beta:
         ahead = logps(body(config, reference, b.tokens)[0], reference["embed"]) - logp
         loss += config.loss.kl_beta * (jnp.exp(ahead) - ahead - 1)
@@ -138,14 +147,25 @@ def longhand(config, params, drafter, reference, b, weights, drafter_weights):
     )
 
 
-@pytest.mark.parametrize("name, beta", [("grpo", 0.0), ("dapo", 0.5)])
-def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, beta):
+STALE = dict(
+    kept=jnp.array([True, False, True, True]), staleness=jnp.array([0, 2, 3, 1], jnp.int32)
+)
+
+
+@pytest.mark.parametrize(
+    "name, beta, fields", [("grpo", 0.0, {}), ("dapo", 0.5, {}), ("dr_grpo", 0.0, STALE)]
+)
+def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, beta, fields):
     """C1, C3, E1, E10: 1, 2 and 4 micro-batches against one unchunked pass, in float64.
 
-    The policy's gradient is that of its own loss alone, the drafter's that of its own.
+    The policy's gradient is that of its own loss alone, the drafter's that of its own. Rows that
+    the policy's loss leaves out still teach the drafter; stale ones are weighed, here unclipped.
     """
-    config, state = with_reference(name, beta)
-    b = batch()
+    loose = dict(clip_low=1.0, clip_high=1e9, importance_cap=1.05) if fields else {}
+    config, state = with_reference(name, beta, **loose)
+    b = batch(**fields)
+    if fields:  # near the trainer's own, so that some weights are capped and some are not
+        b = b._replace(logps=jnp.asarray(numpy_logps(b)[0], jnp.float32) - batch().logps - 3)
     weights = longhand_weights(b, name), longhand_weights(b, "grpo", first=2)
 
     @jax.jit
@@ -195,8 +215,15 @@ def test_metrics_are_those_of_the_batch_and_ratios_are_one_at_any_temperature():
         "policy_loss": -np.mean(b.advantages[:3]),
         "entropy": entropy[mask].mean(),
         "grad_norm": optax_norm(grads),
+        "grad_norm/embed": optax_norm(grads["embed"]),
+        "grad_norm/attention": optax_norm(grads["layer_0"]["attn"]),
+        "grad_norm/mlp": optax_norm(grads["layer_0"]["mlp"]),
+        "grad_norm/norms": optax_norm(
+            [grads["norm"], grads["layer_0"]["attn_norm"], grads["layer_0"]["mlp_norm"]]
+        ),
         "learning_rate": 1e-2,
         "policy/skipped": 0,
+        "policy/skipped_total": 0,
         "drafter/loss": terms.drafter_loss,
         "drafter/acceptance": terms.acceptance,
         "drafter/grad_norm": optax_norm(drafter_grads),
@@ -250,6 +277,11 @@ def test_a_policy_with_a_nan_loss_is_skipped_while_the_drafter_moves(one_step):
     equal(after.opt_state, before.opt_state)
     equal(after.drafter, one_step[0].drafter)
     assert after.drafter_steps == 1
+    totals = []
+    for each in (batch(), bad, batch()):
+        after, metrics = train_step(after, each)
+        totals.append(metrics["policy/skipped_total"])
+    assert totals == [1, 2, 2]
 
 
 def test_without_an_advantage_the_policy_stays_and_the_drafter_learns(one_step):
@@ -365,6 +397,28 @@ def test_a_bfloat16_model_keeps_and_moves_float32_masters():
     assert 0 <= metrics["kl"] < 1e-6
     assert all(np.isfinite(v) for v in metrics.values())
     equal(after.reference, before.params)
+
+
+def test_the_reference_moves_towards_the_policy_every_so_many_steps_in_one_executable():
+    """Every second step by a quarter; the KL is to the reference as it was before the step."""
+    loss = grpo.LossConfig(kl_beta=0.1, reference_sync_every=2, reference_sync_alpha=0.25)
+    config = dataclasses.replace(CONFIG, eagle=None, loss=loss)
+    train = step.make_train_step(config)
+    state = new_state(config)
+    reference = start = host(state.params)
+    for number in (1, 2, 3, 4):
+        state, metrics = train(state, batch())
+        policy_now = host(state.params)
+        if number % 2 == 0:
+            mixed = jax.tree.map(lambda p, r: 0.25 * p + 0.75 * r, policy_now, reference)
+            close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
+            jax.tree.map(close, host(state.reference), mixed)
+        else:
+            equal(state.reference, reference)
+        assert (metrics["kl"] > 0) == (number > 1)
+        reference = host(state.reference)
+    assert np.abs(reference["embed"] - start["embed"]).max() > 1e-3
+    assert train._cache_size() == 1
 
 
 def test_without_drafter_training_the_policy_agrees_within_rounding(one_step):
