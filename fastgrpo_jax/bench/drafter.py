@@ -39,7 +39,10 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--steps", type=int, default=800, help="updates, on 8 rollouts each, of unlike prompts"
     )
-    parser.add_argument("--learning_rate", type=float, default=3e-3, help="falls to 0 by a cosine")
+    parser.add_argument("--optimizer", default="muon", choices=optim.OPTIMIZERS)
+    parser.add_argument(
+        "--learning_rate", type=float, default=0.02, help="falls to 0 by a cosine; adamw: 3e-3"
+    )
     parser.add_argument("--feature_weight", type=float, default=0.2)
     parser.add_argument("--token_weight", type=float, default=1.0)
     parser.add_argument("--token_loss", default="ce", choices=distill.TOKEN_LOSSES)
@@ -87,7 +90,8 @@ def run(args) -> int:
             args.feature_weight, args.token_weight, args.token_loss, args.unroll
         )
         rates = optim.OptimConfig(
-            args.learning_rate,
+            optimizer=args.optimizer,
+            learning_rate=args.learning_rate,
             schedule="cosine",
             warmup_steps=min(20, args.steps // 2),
             decay_steps=args.steps,

@@ -85,6 +85,7 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.features = 1
     c.drafter.init = ""  # FILE.safetensors of `bench drafter` to start from; empty: random
     c.drafter.vocab = 8192  # ids that it may propose, the most frequent so far; 0: all
+    c.drafter.optimizer = "adamw"  # adamw | muon
     c.drafter.learning_rate = 1e-4
     c.drafter.max_grad_norm = 0.5
     c.drafter.feature_weight = 2.0  # of SmoothL1(next_feature, f); eagle's paper has 1.0
@@ -115,6 +116,8 @@ def get_config() -> config_dict.ConfigDict:
     c.loss.head_chunk = 256  # tokens whose logits exist at one time
 
     c.optim = config_dict.ConfigDict()
+    # adamw | muon (matrices but embedding and head: orthogonal updates, no moment of squares)
+    c.optim.optimizer = "adamw"
     c.optim.learning_rate = 1e-6
     c.optim.schedule = "constant"  # constant | linear | cosine, after the warm-up
     c.optim.warmup_steps = 0  # updates of a rising rate, learning_rate / warmup_steps the first

@@ -1,4 +1,4 @@
-"""AdamW with clipping and a schedule, and the guard that skips a non-finite update.
+"""AdamW or Muon with clipping and a schedule, and the guard that skips a non-finite update.
 
 The policy and the drafter have one chain each: neither's gradients enter the other's norm.
 """
@@ -9,19 +9,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Bool, Float, Int
 
 from fastgrpo_jax import base
 
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("constant", "linear", "cosine")
 MU_DTYPES = ("", "bfloat16")
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-    """AdamW (Loshchilov and Hutter 2019); see the config keys `optim.*` and `drafter.*`.
+    """AdamW (Loshchilov and Hutter 2019) or Muon (https://kellerjordan.github.io/posts/muon/).
+
+    See the config keys `optim.*` and `drafter.*`.
 
     Attributes:
+      optimizer: `adamw`, or `muon`, which makes the update of each matrix orthogonal; vectors and the
+        embedding stay with Adam.
       decay_steps: updates in all, warm-up included, after which a `linear` or `cosine` rate is 0.
       mu_dtype: of the first moment; empty: that of the parameters.
       section: the group of config keys that the values come from, for messages.
@@ -30,6 +36,7 @@ class OptimConfig:
       base.UserError: a field is out of its range.
     """
 
+    optimizer: str = "adamw"
     learning_rate: float = 1e-6
     schedule: str = "constant"
     warmup_steps: int = 0
@@ -47,6 +54,7 @@ class OptimConfig:
         decays = self.schedule != "constant"
         last = f"above {self.section}.warmup_steps = {self.warmup_steps}, where the rate decays"
         ranges = {
+            "optimizer": (self.optimizer in OPTIMIZERS, ", ".join(OPTIMIZERS)),
             "learning_rate": (0 <= self.learning_rate < infinity, "0 or more"),
             "schedule": (self.schedule in SCHEDULES, ", ".join(SCHEDULES)),
             "warmup_steps": (0 <= self.warmup_steps < 2**31, "0 or more, below 2**31"),
@@ -83,14 +91,25 @@ class Update(NamedTuple):
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformation:
-    """Build the chain: clip by the global norm, Adam, weight decay, learning rate.
+    """Build the chain: clip by the global norm, Adam or Muon, weight decay, learning rate.
 
     Moments take the dtype of the parameters given to `init` (the masters), the first one
     `mu_dtype` if that is set.
     """
+    dtype = config.mu_dtype or None
+    scale = optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=dtype)
+    if config.optimizer == "muon":
+        scale = optax.contrib.muon(
+            -1.0,  # a descent of its own, which the rate below would turn round
+            mu_dtype=dtype,
+            eps=config.eps,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            muon_weight_dimension_numbers=_orthogonal,
+        )
     return optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
-        optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.mu_dtype or None),
+        scale,
         optax.add_decayed_weights(config.weight_decay, decayed),
         optax.scale_by_learning_rate(_schedule(config)),
     )
@@ -106,6 +125,15 @@ def decayed(params: base.Params) -> base.Params:
     )
 
 
+def _orthogonal(params: base.Params) -> base.Params:
+    """Say which axes of a leaf Muon's matrix has: inputs by outputs; None leaves it to Adam."""
+    axes = optax.contrib.MuonDimensionNumbers(0, 1)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, p: axes if p.ndim == 2 and path[0].key not in ("embed", "head") else None,
+        params,
+    )
+
+
 def learning_rate(config: OptimConfig, opt_state: Any) -> Float[Array, ""]:
     """Compute the rate of the next update; skipped updates do not count.
 
@@ -117,7 +145,7 @@ def learning_rate(config: OptimConfig, opt_state: Any) -> Float[Array, ""]:
 
 def updates(opt_state: Any) -> Int[Array, ""]:
     """Count the updates that were applied."""
-    return opt_state[1].count  # of Adam, second in the chain
+    return opt_state[-1].count  # of the schedule, last in the chain
 
 
 def norms_by_part(grads: base.Params) -> dict[str, Float[Array, ""]]:

@@ -178,6 +178,7 @@ def _losses(c) -> Losses:
             advantage_scale=loss.advantage_scale,
         ),
         optim=optim.OptimConfig(
+            optimizer=o.optimizer,
             learning_rate=o.learning_rate,
             schedule=o.schedule,
             warmup_steps=o.warmup_steps,
@@ -190,6 +191,7 @@ def _losses(c) -> Losses:
             mu_dtype=o.mu_dtype,
         ),
         drafter_optim=optim.OptimConfig(
+            optimizer=d.optimizer,
             learning_rate=d.learning_rate,
             b1=o.b1,
             b2=o.b2,

@@ -56,6 +56,42 @@ def test_updates_are_those_of_adamw_written_out():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-8), params, expected)
 
 
+def newton_schulz(g):
+    """Make the singular values of a matrix about 1: five steps of a quintic polynomial."""
+    wide = g.shape[0] > g.shape[1]
+    x = (g.T if wide else g) / (np.linalg.norm(g) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x.T if wide else x
+
+
+def test_muons_matrices_move_by_orthogonal_steps_and_the_rest_by_adam():
+    """Momentum .95 with Nesterov's look ahead; wide outputs move more, by sqrt(out / in)."""
+    config = optim.OptimConfig("muon", learning_rate=0.1, max_grad_norm=1e9)
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (5, 3), "head": (5, 3), "tall": (3, 2), "wide": (2, 8), "norm": (3,)}
+    params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+    optimizer = optim.make_optimizer(config)
+    adam = optim.make_optimizer(dataclasses.replace(config, optimizer="adamw"))
+    state, adam_state, momentum = optimizer.init(params), adam.init(params), {}
+    for step in range(1, 4):
+        grads = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+        delta, state = optimizer.update(grads, state, params)
+        other, adam_state = adam.update(grads, adam_state, params)
+        for k in ("tall", "wide"):
+            g = np.asarray(grads[k])
+            momentum[k] = 0.95 * momentum.get(k, 0) + 0.05 * g
+            fixed = 0.95 * momentum[k] / (1 - 0.95 ** (step + 1)) + 0.05 * g / (1 - 0.95**step)
+            scale = max(1, g.shape[1] / g.shape[0]) ** 0.5
+            np.testing.assert_allclose(delta[k], -0.1 * scale * newton_schulz(fixed), atol=1e-6)
+        for k in ("embed", "head", "norm"):
+            if step == 1:  # later ones look ahead, as plain Adam does not
+                np.testing.assert_array_equal(np.sign(delta[k]), np.sign(other[k]))
+        assert optim.updates(state) == step
+        np.testing.assert_allclose(optim.learning_rate(config, state), 0.1, rtol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["loss nan", "grad nan", "grad inf", "norm overflow"])
 def test_a_non_finite_update_changes_nothing_bitwise(where):
     optimizer = optim.make_optimizer(optim.OptimConfig(learning_rate=0.1, weight_decay=0.1))
