@@ -279,7 +279,11 @@ def responses(batch: RolloutBatch) -> list[list[int]]:
 
 
 class TrainState(NamedTuple):
-    """Everything a step updates; donated to it. `drafter` parts are None without a drafter."""
+    """Everything a step updates; donated to it. `drafter` parts are None without a drafter.
+
+    adapters: with LoRA they are trained, and `params` stand still; else None.
+    reference: a frozen policy; None when beta is 0, and with LoRA, whose `params` are it.
+    """
 
     step: Int[Array, ""]
     params: Params
@@ -287,7 +291,13 @@ class TrainState(NamedTuple):
     drafter: Params
     drafter_opt_state: Any
     drafter_steps: Int[Array, ""]
-    reference: Params  # frozen reference policy, None when beta is 0
+    reference: Params
+    adapters: Params = None
+
+    @property
+    def trained(self) -> Params:
+        """Return what the policy's optimiser updates."""
+        return self.params if self.adapters is None else self.adapters
 
 
 def prompt_key(ids: Sequence[int]) -> str:

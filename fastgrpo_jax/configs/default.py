@@ -115,6 +115,11 @@ def get_config() -> config_dict.ConfigDict:
     c.loss.advantage_scale = "group"  # group | batch | none
     c.loss.head_chunk = 256  # tokens whose logits exist at one time
 
+    c.lora = config_dict.ConfigDict()
+    c.lora.rank = 0  # of the adapters that are trained in place of the policy's weights; 0: off
+    c.lora.alpha = 32.0  # they are scaled by alpha / rank
+    c.lora.targets = "q,k,v,o,gate,up,down"  # projections that have one
+
     c.optim = config_dict.ConfigDict()
     # adamw | muon (matrices but embedding and head: orthogonal updates, no moment of squares)
     c.optim.optimizer = "adamw"

@@ -33,7 +33,7 @@ def at_least_float32(dtype) -> jnp.dtype:
 
 
 class Linear(nn.Module):
-    """x @ kernel (+ bias); the kernel is [in, out]."""
+    """x @ kernel (+ bias); the kernel is [in, out]. With a collection `lora`, + (x a) b."""
 
     features: int
     bias: bool = False
@@ -42,6 +42,9 @@ class Linear(nn.Module):
     def __call__(self, x: Float[Array, "*b i"]) -> Float[Array, "*b o"]:
         kernel = self.param("kernel", _init, (x.shape[-1], self.features))
         y = x @ kernel.astype(x.dtype)
+        if self.has_variable("lora", "a"):
+            a, b = (self.get_variable("lora", name).astype(x.dtype) for name in ("a", "b"))
+            y += (x @ a) @ b
         if self.bias:
             y += self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
         return y

@@ -44,13 +44,18 @@ def open_manager(workdir: str | os.PathLike, keep: int) -> ocp.CheckpointManager
 
 
 def save(manager: ocp.CheckpointManager, state: base.TrainState, extra: dict[str, Any]) -> None:
-    """Save the state after its step, with JSON values `extra`; waits for nothing but the copy."""
+    """Save the state after its step, with JSON values `extra`; waits for nothing but the copy.
+
+    With LoRA the policy's own weights, which stand still, are left out.
+    """
     step = int(state.step)
     if step in manager.all_steps():
         return
     manager.save(
         step,
-        args=ocp.args.Composite(state=ocp.args.StandardSave(state), extra=ocp.args.JsonSave(extra)),
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(_kept(state)), extra=ocp.args.JsonSave(extra)
+        ),
     )
 
 
@@ -63,7 +68,7 @@ def restore(
       UserError: if it does not fit, such as a checkpoint of another model.
     """
     step = manager.latest_step()
-    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, _kept(like))
     args = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), extra=ocp.args.JsonRestore())
     try:
         with _silent_orbax():
@@ -76,8 +81,12 @@ def restore(
             f"checkpoint {step} in {manager.directory} cannot be restored: it is damaged, or of "
             f"another model ({lines[0][:200]}); use another workdir, or {cure}"
         ) from error
-    state = found["state"]
-    return base.TrainState(*state), found["extra"]
+    state = base.TrainState(*found["state"])
+    return state if like.adapters is None else state._replace(params=like.params), found["extra"]
+
+
+def _kept(state: base.TrainState) -> base.TrainState:
+    return state if state.adapters is None else state._replace(params=None)
 
 
 @contextlib.contextmanager

@@ -50,13 +50,18 @@ def read(
     places: Places,
     remat: bool = False,
     taps: tuple[int, ...] = (),
+    adapters: base.Params = None,
 ) -> tuple[Float[Array, "A X F"], Float[Array, "N R E"]]:
-    """Run the policy's body; returns what a drafter reads, and the features before responses."""
+    """Run the policy's body; returns what a drafter reads, and the features before responses.
+
+    adapters: of LoRA, scaled; they act beside the kernels.
+    """
     shape = frame.width(batch), frame.responses(batch)
     tokens = layout.tokens(batch, places, *shape)
     rows = _policy_rows(frame, batch, places)
     body = policy.Policy(frame.policy, remat, taps)
-    found = body.apply({"params": params}, tokens, rows.positions, rows.mask)
+    variables = {"params": params} | ({} if adapters is None else {"lora": adapters})
+    found = body.apply(variables, tokens, rows.positions, rows.mask)
     return found.tapped, ahead(frame, found.features, batch, places)
 
 

@@ -393,8 +393,10 @@ def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
             "warning: sampling.temperature is 0, so all completions of a group are equal, every "
             "advantage is 0 and the policy cannot learn"
         )
+    adapted = setup.step.lora
+    trained = f"; adapters of rank {adapted.rank} are trained in their place" if adapted else ""
     metrics.say(
-        f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
+        f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters{trained}\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
         f"{setup.limits.response} tokens each; {c.steps} steps\n"
         f"controller {controller.name}{knee}; draft strategies by live rows: {plan}\n"

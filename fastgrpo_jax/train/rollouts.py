@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from fastgrpo_jax import base
@@ -18,7 +19,7 @@ from fastgrpo_jax.rollout import (
     strategy,
 )
 from fastgrpo_jax.rollout import engine as engine_lib
-from fastgrpo_jax.train import check
+from fastgrpo_jax.train import check, step
 from fastgrpo_jax.train import setup as setup_lib
 
 
@@ -120,9 +121,9 @@ def weights(
 
     `counts` of the tokens emitted so far rank the draft vocabulary.
     """
-    dtype = jnp.dtype(setup.model.config.dtype)
-    policy, drafter = state.params, state.drafter
-    if policy["embed"].dtype != dtype:
+    dtype, adapted = jnp.dtype(setup.model.config.dtype), setup.step.lora
+    policy, drafter = step.merged(adapted, state) if adapted else state.params, state.drafter
+    if {x.dtype for x in jax.tree.leaves((policy, drafter))} != {dtype}:
         policy, drafter = decode.cast((policy, drafter), dtype)
     made = speculate.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
     size, vocab = c.drafter.vocab, setup.model.config.vocab

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle, eagle_file, load
+from fastgrpo_jax.models import eagle, eagle_file, load, lora
 from fastgrpo_jax.rollout import (
     buckets,
     generate,
@@ -44,6 +44,7 @@ class Losses(NamedTuple):
     optim: optim.OptimConfig
     drafter_optim: optim.OptimConfig
     distill: distill.DistillConfig
+    lora: lora.LoraConfig | None
 
 
 def prepare(c) -> Setup:
@@ -160,7 +161,17 @@ def first_state(c, setup: Setup) -> base.TrainState:
     drafter = setup.drafter
     if setup.eagle is not None and drafter is None:
         drafter = eagle.init(jax.random.key(c.seed + 1), setup.eagle)
-    return step_lib.init_state(setup.step, setup.model.params, drafter)
+    params, adapters = setup.model.params, None
+    if setup.step.lora:
+        adapters = lora.init(jax.random.key(c.seed + 2), setup.step.lora, params)
+    return step_lib.init_state(setup.step, params, drafter, adapters)
+
+
+def _lora(c) -> lora.LoraConfig | None:
+    if not c.lora.rank:
+        return None
+    targets = tuple(name.strip() for name in c.lora.targets.split(","))
+    return lora.LoraConfig(c.lora.rank, c.lora.alpha, targets)
 
 
 def _losses(c) -> Losses:
@@ -201,4 +212,5 @@ def _losses(c) -> Losses:
         distill=distill.DistillConfig(
             d.feature_weight, d.token_weight, d.token_loss, d.unroll, d.decay
         ),
+        lora=_lora(c),
     )

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import head, layers, policy
+from fastgrpo_jax.models import lora as lora_lib
 from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
 from fastgrpo_jax.train.layout import Places, StepBatch
 
@@ -36,6 +37,7 @@ class StepConfig:
       head_chunk: tokens whose logits exist at one time.
       micro_batches: parts that the rows are split into; the gradient is the same.
       remat: recompute layers in the backward pass.
+      lora: train adapters in place of the policy's own weights.
 
     Raises:
       base.UserError: a number is below 1.
@@ -53,11 +55,17 @@ class StepConfig:
     head_chunk: int = 256
     micro_batches: int = 1
     remat: bool = False
+    lora: lora_lib.LoraConfig | None = None
 
     def __post_init__(self):
         for field in ("max_response", "group", "head_chunk", "micro_batches"):
             if getattr(self, field) < 1:
                 raise base.UserError(f"{field} is {getattr(self, field)}; allowed: 1 or more")
+        if self.lora and self.loss.reference_sync_every:
+            raise base.UserError(
+                f"loss.reference_sync_every is {self.loss.reference_sync_every}; allowed: 0 with "
+                "lora.rank above 0, whose reference is the policy without adapters"
+            )
 
 
 class Terms(NamedTuple):
@@ -72,25 +80,35 @@ class Terms(NamedTuple):
 
 
 def init_state(
-    config: StepConfig, params: base.Params, drafter_params: base.Params = None
+    config: StepConfig,
+    params: base.Params,
+    drafter_params: base.Params = None,
+    adapters: base.Params = None,
 ) -> base.TrainState:
     """Make the first state: masters in float32 (float64 for a float64 model), moments 0.
 
     The arrays given belong to the state from then on, and the first step donates them. The
-    reference policy is a copy of `params`, kept only if the loss has a KL term.
+    reference policy is a copy of `params`, kept only if the loss has a KL term. With LoRA,
+    `adapters` are the masters, and `params` have the compute dtype.
     """
     wide = layers.at_least_float32(config.policy.dtype)
-    params = jax.tree.map(lambda x: jnp.asarray(x, wide), params)
+    dtype = jnp.dtype(config.policy.dtype) if config.lora else wide
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+    adapters = jax.tree.map(lambda x: jnp.asarray(x, wide), adapters)
+    trained = adapters if config.lora else params
     drafter = jax.tree.map(lambda x: jnp.asarray(x, wide), drafter_params)
     # A buffer may be donated once: each counter and the reference need their own.
     state = base.TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
-        opt_state=optim.make_optimizer(config.optim).init(params),
+        opt_state=optim.make_optimizer(config.optim).init(trained),
         drafter=drafter,
         drafter_opt_state=None,
         drafter_steps=jnp.zeros((), jnp.int32),
-        reference=jax.tree.map(jnp.copy, params) if config.loss.kl_beta > 0 else None,
+        reference=jax.tree.map(jnp.copy, params)
+        if config.loss.kl_beta > 0 and not config.lora
+        else None,
+        adapters=adapters,
     )
     if drafter is None:
         return state
@@ -125,15 +143,16 @@ def gradients(
             f"optim.micro_batches is {parts}, but a step has {rows} rows; allowed: divisors of {rows}"
         )
     places = layout.locate(batch, config.max_response, config.loss.name)
-    trained = (state.params, state.drafter if config.eagle else None)
+    trained = (state.trained, state.drafter if config.eagle else None)
+    frozen = _Frozen(state.params if config.lora else None, state.reference)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
     if parts == 1:
-        grads, terms = grad(trained, state.reference, batch, places)
+        grads, terms = grad(trained, frozen, batch, places)
         return *grads, terms, places
 
     def accumulate(total, part):
-        grads, terms = grad(trained, state.reference, *part)
+        grads, terms = grad(trained, frozen, *part)
         return jax.tree.map(jnp.add, total, grads), terms
 
     def split(x):
@@ -147,10 +166,16 @@ def gradients(
     return *grads, jax.tree.map(join, terms), places
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def merged(config: lora_lib.LoraConfig, state: base.TrainState) -> base.Params:
+    """Merge a state's adapters into its policy, for rollouts."""
+    return lora_lib.merge(config, state.params, state.adapters)
+
+
 def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
     grads, drafter_grads, terms, places = gradients(config, state, batch)
     optimizer = optim.make_optimizer(config.optim)
-    new = optim.guarded_update(optimizer, terms.loss, grads, state.params, state.opt_state)
+    new = optim.guarded_update(optimizer, terms.loss, grads, state.trained, state.opt_state)
     metrics = _metrics(config, state, batch, terms, places)
     metrics |= {f"grad_norm/{k}": norm for k, norm in optim.norms_by_part(grads).items()}
     done = state.step + 1
@@ -160,9 +185,8 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
         "policy/skipped_total": done - optim.updates(new.opt_state),
     }
     reference = _synchronised(config.loss, state.reference, new.params, done)
-    state = state._replace(
-        step=done, params=new.params, opt_state=new.opt_state, reference=reference
-    )
+    state = state._replace(step=done, opt_state=new.opt_state, reference=reference)
+    state = state._replace(**{"adapters" if config.lora else "params": new.params})
     if config.eagle:
         optimizer = optim.make_optimizer(config.drafter_optim)
         new = optim.guarded_update(
@@ -195,12 +219,23 @@ def _synchronised(config: grpo.LossConfig, reference, params, step: Int[Array, "
     return jax.lax.cond(step % config.reference_sync_every == 0, mix, lambda: reference)
 
 
-def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
+class _Frozen(NamedTuple):
+    """What the losses read and do not change: with LoRA the policy's own weights, a reference."""
+
+    params: base.Params
+    reference: base.Params
+
+
+def _losses(config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, places: Places):
     """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
+    adapters, reference = None, frozen.reference
+    if config.lora:
+        adapters, params = lora_lib.scaled(config.lora, params), frozen.params
+        reference = params if config.loss.kl_beta > 0 else None
     frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
     taps = config.eagle.taps if config.eagle else ()
-    tapped, ahead = forward.read(frame, params, batch, places, config.remat, taps)
+    tapped, ahead = forward.read(frame, params, batch, places, config.remat, taps, adapters)
     drafts = None
     if drafter is not None:
         drafts = forward.draft(
