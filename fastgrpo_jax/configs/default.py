@@ -83,7 +83,9 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
     # Depths of the policy that it reads: 1 (the last) | 3 (EAGLE-3; wants unroll 2 or more)
     c.drafter.features = 1
-    c.drafter.init = ""  # FILE.safetensors of `bench drafter` to start from; empty: random
+    # To start from: FILE.safetensors of `bench drafter`, or the workdir of a run (config warmup);
+    # empty: random.
+    c.drafter.init = ""
     c.drafter.vocab = 8192  # ids that it may propose, the most frequent so far; 0: all
     c.drafter.optimizer = "adamw"  # adamw | muon
     c.drafter.learning_rate = 1e-4
@@ -94,6 +96,9 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.unroll = 1  # steps of the training-time test: drafts from its own estimates
     c.drafter.decay = 0.8  # weight of each unrolled step relative to the one before
     c.drafter.train = True
+    # Further updates per step on sequences of this step and of those before, long ones first.
+    c.drafter.replay_updates = 0
+    c.drafter.replay_tokens = 100_000  # kept for them, prompts included
 
     c.loss = config_dict.ConfigDict()
     # grpo (sequence mean) | dapo, bnpo (token mean) | dr_grpo (over a constant length)
@@ -134,6 +139,7 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.max_grad_norm = 1.0
     c.optim.mu_dtype = ""  # of Adam's first moment: bfloat16 (half its memory) | empty: float32
     c.optim.micro_batches = 1  # rows are split into this many; the gradient is the same
+    c.optim.freeze = False  # the policy stands still and the drafter alone learns (config warmup)
     c.optim.remat = False  # recompute layers in the backward pass: less memory, slower
 
     c.checkpoint = config_dict.ConfigDict()

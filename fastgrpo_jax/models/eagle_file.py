@@ -13,6 +13,7 @@ from safetensors import numpy as st_numpy
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle
 
+NAME = "drafter.safetensors"  # in a workdir
 FORMAT = "fastgrpo_jax drafter 1"
 
 
@@ -42,9 +43,13 @@ def load(
 ) -> tuple[base.EagleConfig, base.Params, dict[str, int]]:
     """Read a drafter for a policy, and its counts; it computes in the policy's dtype.
 
+    `path` is a file, or a folder that has one of the name that runs give it.
+
     Raises:
       UserError: for a file that is none, or a drafter of another model's shape.
     """
+    if pathlib.Path(path).is_dir():
+        path = pathlib.Path(path) / NAME
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             meta = file.metadata() or {}

@@ -81,6 +81,8 @@ _NOT_NEGATIVE = (
     "rollout.ngram_earlier",
     "rollout.ngram_memory",
     "drafter.vocab",
+    "drafter.replay_updates",
+    "drafter.replay_tokens",
     "log.completions_per_step",
 )
 _CHOICES = {
@@ -101,6 +103,7 @@ _AT_MOST = {
     "rollout.n_max": strategy.MOST_NODES,
     "rollout.width_max": 64,
     "rollout.warmup": 256,
+    "drafter.replay_updates": 10_000,
 }
 
 

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from fastgrpo_jax import base
+from fastgrpo_jax.models import eagle_file
 from fastgrpo_jax.rollout import (
     calibrate,
     corpus,
@@ -29,9 +30,11 @@ from fastgrpo_jax.train import answers as answers_lib
 from fastgrpo_jax.train import (
     checkpoint,
     data,
+    drafter,
     grpo,
     lengths,
     metrics,
+    replay,
     report,
     resample,
     rollouts,
@@ -61,6 +64,11 @@ class Run(NamedTuple):
     signals: signals_lib.Signals
 
     @property
+    def studies(self) -> bool:
+        """Whether the drafter learns from sequences again."""
+        return bool(self.setup.step.eagle) and self.config.drafter.replay_updates > 0
+
+    @property
     def waits(self) -> bool:
         """Whether rows wait for a seat, so that their order counts."""
         return self.engine.total > self.engine.rows[-1]
@@ -75,6 +83,7 @@ class Memory(NamedTuple):
     counts: dict[str, int]  # of each token id emitted so far, for the draft vocabulary
     lengths: lengths.Lengths  # of each prompt's responses, where rows wait for a seat
     corpus: corpus.Corpus  # earlier answers, where the n-gram drafter may be chosen
+    replay: replay.Buffer  # sequences that the drafter learns from again
     source: str  # fingerprint of the data and of the rewards' files
 
 
@@ -101,7 +110,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     setup = setup_lib.prepare(c)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = Memory(0, 0, {}, setup.counts, {}, {}, "")
+    memory = Memory(0, 0, {}, setup.counts, {}, {}, [], "")
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
         if extra.keys() != set(Memory._fields):
@@ -143,12 +152,15 @@ def train(c, workdir: str | os.PathLike) -> None:
             run = Run(
                 c, setup, engine, controller, looks_back, step, manager, writer, progress, signals
             )
-            _steps(run, state, memory)
+            state, memory = _steps(run, state, memory)
     finally:
         progress.close()
         metrics.close(writer)
         manager.wait_until_finished()
         manager.close()
+    if setup.eagle is not None:
+        path = workdir / eagle_file.NAME
+        eagle_file.save(path, setup.eagle, jax.device_get(state.drafter), memory.counts)
     _conclude(workdir)
 
 
@@ -158,7 +170,7 @@ def _conclude(workdir: pathlib.Path) -> None:
     metrics.say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
 
 
-def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
+def _steps(run: Run, state: base.TrainState, memory: Memory) -> tuple[base.TrainState, Memory]:
     """Run the steps that are left. Whatever ends them early, the last finished step is saved."""
     c = run.config
 
@@ -181,9 +193,11 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
         row, learning = played.metrics, time.perf_counter()
         state, learned = run.train_step(state, played.batch)
         row |= {name: float(value) for name, value in jax.device_get(learned).items()}
+        memory = played.memory
+        state, more = _study_again(run, state, memory, number)
+        row |= more
         row["timing_s/train"] = time.perf_counter() - learning
         row.setdefault("drafter/steps", 0.0)
-        memory = played.memory
         row["timing_s/checkpoint"] = 0.0
         if number + 1 == c.steps or (number + 1) % c.checkpoint.every == 0:
             run.progress.phase("saving")
@@ -207,6 +221,36 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
                 f"warning: for {idle} steps no group had rewards that differ, so they have "
                 f"taught the policy nothing; the last reward is {row['reward']:.3f} (nan: none applies)"
             )
+    return state, memory
+
+
+def _study_again(
+    run: Run, state: base.TrainState, memory: Memory, number: int
+) -> tuple[base.TrainState, dict[str, float]]:
+    """Update the drafter on sequences of this step and of those before; returns metrics too."""
+    c, setup = run.config, run.setup
+    if not run.studies:
+        return state, {}
+    weights = rollouts.weights(c, setup, state, memory.counts)
+    done = replay.study(
+        replay.config_for(setup.step),
+        weights.policy,
+        drafter.freeze(weights.policy, weights.draft_ids),
+        drafter.State(state.drafter, state.drafter_opt_state),
+        memory.replay,
+        c.drafter.replay_updates,
+        np.random.Generator(np.random.Philox([c.seed, number])),
+    )
+    state = state._replace(
+        drafter=done.state.params,
+        drafter_opt_state=done.state.opt_state,
+        drafter_steps=state.drafter_steps + done.updates,
+    )
+    return state, {
+        "drafter/replay_loss": done.loss,
+        "drafter/replay_updates": float(done.updates),
+        "drafter/steps": float(state.drafter_steps),
+    }
 
 
 class Played(NamedTuple):
@@ -285,7 +329,7 @@ def _round(run: Run, weights: speculate.Weights, step: int, memory: Memory) -> t
         setup.rewards, setup.model.tokenizer, prompts, rollout.batch, c.reward.on_error
     )
     seconds = time.perf_counter() - rolled
-    memory = _remember(run, memory, prompts, rollout, weights.draft_ids is not None)
+    memory = _remember(run, memory, prompts, rollout, step, weights.draft_ids is not None)
     return Round(answers, rollout, changed, seconds), memory._replace(cursor=cursor)
 
 
@@ -339,7 +383,7 @@ def _answer(
 
 
 def _remember(
-    run: Run, memory: Memory, prompts, rollout: generate.Rollout, counting: bool
+    run: Run, memory: Memory, prompts, rollout: generate.Rollout, step: int, counting: bool
 ) -> Memory:
     """Add a rollout to what later ones go by; emitted ids are counted for a draft vocabulary."""
     c, batch = run.config, rollout.batch
@@ -352,6 +396,9 @@ def _remember(
         counts=draft_vocab.count(emitted, memory.counts) if counting else {},
         lengths=lengths.learn(memory.lengths, ids, said) if run.waits else {},
         corpus=rollouts.remember(c, memory.corpus, ids, batch) if run.looks_back else {},
+        replay=replay.add(memory.replay, step, batch, c.drafter.replay_tokens)
+        if run.studies
+        else [],
     )
 
 

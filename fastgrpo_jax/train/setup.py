@@ -98,6 +98,7 @@ def prepare(c) -> Setup:
             head_chunk=c.loss.head_chunk,
             micro_batches=c.optim.micro_batches,
             remat=c.optim.remat,
+            freeze=c.optim.freeze,
             **losses._asdict(),
         ),
     )

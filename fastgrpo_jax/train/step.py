@@ -38,6 +38,7 @@ class StepConfig:
       micro_batches: parts that the rows are split into; the gradient is the same.
       remat: recompute layers in the backward pass.
       lora: train adapters in place of the policy's own weights.
+      freeze: the policy stands still, and the drafter alone learns.
 
     Raises:
       base.UserError: a number is below 1.
@@ -56,11 +57,17 @@ class StepConfig:
     micro_batches: int = 1
     remat: bool = False
     lora: lora_lib.LoraConfig | None = None
+    freeze: bool = False
 
     def __post_init__(self):
         for field in ("max_response", "group", "head_chunk", "micro_batches"):
             if getattr(self, field) < 1:
                 raise base.UserError(f"{field} is {getattr(self, field)}; allowed: 1 or more")
+        if self.freeze and not self.eagle:
+            raise base.UserError(
+                "optim.freeze is True, but no drafter is trained either; allowed: False, or "
+                "drafter.train with a drafter.kind"
+            )
         if self.lora and self.loss.reference_sync_every:
             raise base.UserError(
                 f"loss.reference_sync_every is {self.loss.reference_sync_every}; allowed: 0 with "
@@ -95,7 +102,7 @@ def init_state(
     dtype = jnp.dtype(config.policy.dtype) if config.lora else wide
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     adapters = jax.tree.map(lambda x: jnp.asarray(x, wide), adapters)
-    trained = adapters if config.lora else params
+    trained = {} if config.freeze else adapters if config.lora else params
     drafter = jax.tree.map(lambda x: jnp.asarray(x, wide), drafter_params)
     # A buffer may be donated once: each counter and the reference need their own.
     state = base.TrainState(
@@ -174,15 +181,14 @@ def merged(config: lora_lib.LoraConfig, state: base.TrainState) -> base.Params:
 
 def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
     grads, drafter_grads, terms, places = gradients(config, state, batch)
-    optimizer = optim.make_optimizer(config.optim)
-    new = optim.guarded_update(optimizer, terms.loss, grads, state.trained, state.opt_state)
+    new = _policy_update(config, state, grads, terms)
     metrics = _metrics(config, state, batch, terms, places)
     metrics |= {f"grad_norm/{k}": norm for k, norm in optim.norms_by_part(grads).items()}
     done = state.step + 1
     metrics |= {
         "grad_norm": new.grad_norm,
         "policy/skipped": ~new.applied,
-        "policy/skipped_total": done - optim.updates(new.opt_state),
+        "policy/skipped_total": done * (not config.freeze) - optim.updates(new.opt_state),
     }
     reference = _synchronised(config.loss, state.reference, new.params, done)
     state = state._replace(step=done, opt_state=new.opt_state, reference=reference)
@@ -207,6 +213,14 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
     return state, {name: value.astype(jnp.float32) for name, value in metrics.items()}
 
 
+def _policy_update(config: StepConfig, state: base.TrainState, grads, terms: Terms) -> optim.Update:
+    if config.freeze:
+        still = jnp.zeros(()), jnp.array(True)
+        return optim.Update(state.trained, state.opt_state, *still)
+    optimizer = optim.make_optimizer(config.optim)
+    return optim.guarded_update(optimizer, terms.loss, grads, state.trained, state.opt_state)
+
+
 def _synchronised(config: grpo.LossConfig, reference, params, step: Int[Array, ""]):
     """Draw the reference towards the policy every so many steps (TR-DPO, arXiv 2404.09656)."""
     if reference is None or not config.reference_sync_every:
@@ -229,6 +243,8 @@ class _Frozen(NamedTuple):
 def _losses(config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, places: Places):
     """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
+    if config.freeze:
+        params = jax.lax.stop_gradient(params)
     adapters, reference = None, frozen.reference
     if config.lora:
         adapters, params = lora_lib.scaled(config.lora, params), frozen.params

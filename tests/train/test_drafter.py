@@ -1,5 +1,6 @@
 """The drafter's training forward, and its training alone on features that were kept."""
 
+import dataclasses
 import functools
 
 import jax
