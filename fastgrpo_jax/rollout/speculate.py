@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import (
@@ -96,7 +96,8 @@ def look(state: base.RolloutState, settings: base.Sampling) -> View:
 
 def one_round(spec, strategy, weights, settings, stop_tokens, state):
     """Draft, verify, accept, commit. Returns the new state and what was accepted and tried."""
-    view = look(state, settings)
+    mesh = spec.policy.mesh
+    view = sharding.rows(mesh, look(state, settings))
     depth = strategy.depth
     ahead = view.length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
     ids = jnp.arange(spec.policy.vocab, dtype=jnp.int32)
@@ -107,6 +108,7 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     if spec.rejection:  # drafts that know the target's dice would not be drafts from q
         dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
     draft, said, scores, memory = _propose(spec, strategy, weights, state, view, dice)
+    draft = sharding.rows(mesh, draft)
     packing, tried = None, depth
     if strategy.share:
         draft, packing = _share(strategy, draft, scores, view)
@@ -123,7 +125,7 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
     if not (strategy.chain or depth == 0):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
-    sequences = _append(state, view, verdict, stopped)
+    sequences = _append(state, *sharding.whole(mesh, (view, verdict, stopped)))
     if memory is not None:
         path = _at_nodes(read.tapped, verdict.nodes, packing)
         memory = draft_eagle.store(memory, path, view.length - 1)

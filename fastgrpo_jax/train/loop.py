@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.rollout import (
     calibrate,
     corpus,
@@ -179,7 +179,8 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> None:
                 save()
             raise
         row, learning = played.metrics, time.perf_counter()
-        state, learned = run.train_step(state, played.batch)
+        batch = step_lib.place(run.setup.step, played.batch)
+        state, learned = run.train_step(state, batch)
         row |= {name: float(value) for name, value in jax.device_get(learned).items()}
         row["timing_s/train"] = time.perf_counter() - learning
         row.setdefault("drafter/steps", 0.0)
@@ -394,6 +395,7 @@ def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
             "advantage is 0 and the policy cannot learn"
         )
     metrics.say(
+        f"{sharding.describe(setup.model.config.mesh)}\n"
         f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
         f"{setup.limits.response} tokens each; {c.steps} steps\n"

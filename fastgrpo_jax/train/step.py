@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import head, layers, policy
 from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
 from fastgrpo_jax.train.layout import Places, StepBatch
@@ -74,12 +74,14 @@ class Terms(NamedTuple):
 def init_state(
     config: StepConfig, params: base.Params, drafter_params: base.Params = None
 ) -> base.TrainState:
-    """Make the first state: masters in float32 (float64 for a float64 model), moments 0.
+    """Make the first state: masters in float32 (float64 for a float64 model), moments 0; under a
+    mesh each device has its part.
 
     The arrays given belong to the state from then on, and the first step donates them. The
     reference policy is a copy of `params`, kept only if the loss has a KL term.
     """
-    wide = layers.at_least_float32(config.policy.dtype)
+    wide, mesh = layers.at_least_float32(config.policy.dtype), config.policy.mesh
+    params, drafter_params = sharding.put_params(mesh, (params, drafter_params))
     params = jax.tree.map(lambda x: jnp.asarray(x, wide), params)
     drafter = jax.tree.map(lambda x: jnp.asarray(x, wide), drafter_params)
     # A buffer may be donated once: each counter and the reference need their own.
@@ -92,11 +94,19 @@ def init_state(
         drafter_steps=jnp.zeros((), jnp.int32),
         reference=jax.tree.map(jnp.copy, params) if config.loss.kl_beta > 0 else None,
     )
-    if drafter is None:
-        return state
-    return state._replace(
-        drafter_opt_state=optim.make_optimizer(config.drafter_optim).init(drafter)
-    )
+    if drafter is not None:
+        moments = optim.make_optimizer(config.drafter_optim).init(drafter)
+        state = state._replace(drafter_opt_state=moments)
+    return sharding.put_params(mesh, state)
+
+
+def place(config: StepConfig, batch: StepBatch) -> StepBatch:
+    """Give each device its rows of a batch, filled up with rows that contribute nothing."""
+    mesh = config.policy.mesh
+    if mesh is None:
+        return batch
+    missing = -batch.tokens.shape[0] % (sharding.shards(mesh) * config.micro_batches)
+    return sharding.put_rows(mesh, layout.fill(batch, missing))
 
 
 def make_train_step(config: StepConfig):
@@ -128,22 +138,21 @@ def gradients(
     trained = (state.params, state.drafter if config.eagle else None)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
+    mesh = config.policy.mesh
     if parts == 1:
         grads, terms = grad(trained, state.reference, batch, places)
-        return *grads, terms, places
+        return *sharding.trained(mesh, grads), terms, places
 
     def accumulate(total, part):
         grads, terms = grad(trained, state.reference, *part)
-        return jax.tree.map(jnp.add, total, grads), terms
-
-    def split(x):
-        return x.reshape(parts, rows // parts, *x.shape[1:])
+        return sharding.trained(mesh, jax.tree.map(jnp.add, total, grads)), terms
 
     def join(x):
-        return jnp.sum(x) if x.ndim == 1 else x.reshape(rows, *x.shape[2:])
+        return jnp.sum(x) if x.ndim == 1 else sharding.unparts(mesh, x)
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    grads, terms = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, places)))
+    split = sharding.parts(mesh, (batch, places), parts)
+    grads, terms = jax.lax.scan(accumulate, zeros, split)
     return *grads, jax.tree.map(join, terms), places
 
 
@@ -180,7 +189,9 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
             "drafter/skipped": ~new.applied,
             "drafter/steps": state.drafter_steps,
         }
-    return state, {name: value.astype(jnp.float32) for name, value in metrics.items()}
+    metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+    mesh = config.policy.mesh
+    return sharding.trained(mesh, state), sharding.whole(mesh, metrics)
 
 
 def _synchronised(config: grpo.LossConfig, reference, params, step: Int[Array, ""]):
@@ -258,9 +269,14 @@ def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> 
     ahead, targets, temperature = flat
     if hidden is not None:
         hidden = hidden.reshape(ahead.shape[0], *hidden.shape[2:])
-    scores = head.score(
-        ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
-    )
+    mesh, own = config.policy.mesh, (ahead, targets, temperature, hidden)
+    table = sharding.gathered(mesh, {"head": policy.head_table(params)})["head"]
+
+    def score(table, own):
+        ahead, targets, temperature, hidden = own
+        return head.score(ahead, table, targets, temperature, config.head_chunk, hidden)
+
+    scores = sharding.by_rows(mesh, score, table, own)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
 
 
