@@ -49,7 +49,7 @@ ROLLOUT: Table = tuple(
 )
 
 
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh | None:
+def mesh_for(data: int, fsdp: int, tensor: int) -> Mesh | None:
     """Lay the devices out as data x fsdp x tensor; -1, once, takes what is left. One device: None.
 
     Raises:
@@ -129,6 +129,19 @@ def everywhere(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
+def on(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    """Cut dimensions along axes. Written as the compiler writes it, without axes of size 1 and
+    without what follows the last cut, so that equal shardings compare as equal."""
+    found = []
+    for axis in axes:
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        names = tuple(name for name in names if mesh.shape[name] > 1)
+        found.append(names[0] if len(names) == 1 else names or None)
+    while found and found[-1] is None:
+        found.pop()
+    return NamedSharding(mesh, PartitionSpec(*found))
+
+
 def spec_of(path: str, table: Table) -> PartitionSpec:
     """Look up a parameter, such as `layer_0/attn/q/kernel`, or its moments.
 
@@ -146,7 +159,7 @@ def of_params(mesh: Mesh, tree: Any, table: Table = TRAINING) -> Any:
 
     def one(path, _):
         names = (str(getattr(x, "key", getattr(x, "name", getattr(x, "idx", "")))) for x in path)
-        return NamedSharding(mesh, spec_of("/".join(names), table))
+        return on(mesh, *spec_of("/".join(names), table))
 
     return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -157,7 +170,7 @@ def of_seats(mesh: Mesh, tree: Any) -> Any:
 
     def one(x):
         heads = TENSOR if x.ndim == 4 and x.shape[1] % mesh.shape[TENSOR] == 0 else None
-        return NamedSharding(mesh, PartitionSpec(ROWS, *[heads] * (x.ndim == 4)))
+        return on(mesh, ROWS, heads)
 
     return jax.tree.map(one, tree)
 
@@ -187,7 +200,7 @@ def put_rows(mesh: Mesh | None, tree: Any) -> Any:
     """Give each device its rows; their number divides by `shards`."""
     if mesh is None:
         return tree
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec(ROWS)))
+    return jax.device_put(tree, on(mesh, ROWS))
 
 
 def put_params(mesh: Mesh | None, tree: Any) -> Any:
@@ -219,13 +232,13 @@ def whole(mesh: Mesh | None, tree: Any) -> Any:
 
 def rows(mesh: Mesh | None, tree: Any) -> Any:
     """Ask for arrays cut by rows; what does not divide is left to the compiler."""
-    if mesh is None:
+    if mesh is None or _alone():
         return tree
 
     def one(x):
         if x.shape[0] % shards(mesh):
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(ROWS)))
+        return jax.lax.with_sharding_constraint(x, on(mesh, ROWS))
 
     return jax.tree.map(one, tree)
 
@@ -242,7 +255,9 @@ def rollout(mesh: Mesh | None, state: base.RolloutState) -> base.RolloutState:
 
 def gathered(mesh: Mesh | None, params: Any) -> Any:
     """Ask for parameters in the layout of the rollout."""
-    return params if mesh is None else _constrain(params, of_params(mesh, params, ROLLOUT))
+    if mesh is None or _alone():
+        return params
+    return _constrain(params, of_params(mesh, params, ROLLOUT))
 
 
 def trained(mesh: Mesh | None, state: Any) -> Any:
@@ -263,8 +278,7 @@ def parts(mesh: Mesh | None, tree: Any, count: int) -> Any:
             return x.reshape(count, x.shape[0] // count, *x.shape[1:])
         x = x.reshape(cut, count, -1, *x.shape[1:]).swapaxes(0, 1)
         x = x.reshape(count, -1, *x.shape[3:])
-        spec = PartitionSpec(None, ROWS)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        return jax.lax.with_sharding_constraint(x, on(mesh, None, ROWS))
 
     return jax.tree.map(one, tree)
 
@@ -278,6 +292,11 @@ def unparts(mesh: Mesh | None, x: jax.Array) -> jax.Array:
 
 
 # Programs of which every device runs its own.
+
+
+def _alone() -> bool:
+    """Say whether this is traced `by_rows`: then rows are a device's own already."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def by_rows(mesh: Mesh | None, function: Callable, shared: Any, own: Any) -> Any:
@@ -294,7 +313,50 @@ def by_rows(mesh: Mesh | None, function: Callable, shared: Any, own: Any) -> Any
         in_specs=(PartitionSpec(), PartitionSpec(ROWS)),
         out_specs=PartitionSpec(ROWS),
         axis_names=set(ROWS),
+        check_vma=False,  # loops inside begin with constants, which do not vary yet
     )(shared, own)
+
+
+def concatenate(mesh: Mesh | None, trees: tuple) -> Any:
+    """Join rows of several trees, on each device its own: all of one device's come first."""
+
+    def own(_, mine):
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *mine)
+
+    return by_rows(mesh, own, (), trees)
+
+
+def take(mesh: Mesh | None, tree: Any, index: jax.Array) -> Any:
+    """Take rows of arrays; an index beyond the last gives zeros. Row i may come from another device.
+
+    The devices' rows go round in a ring and each device keeps what it wants of those that come
+    by, so that none ever holds more than twice its own.
+    """
+    cut = shards(mesh)
+    if cut == 1:
+        return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="fill", fill_value=0), tree)
+    ring = [(i, (i - 1) % cut) for i in range(cut)]
+
+    def own(index, mine):
+        count = index.shape[0] // cut
+        me = jax.lax.axis_index(ROWS)
+        index = jax.lax.dynamic_slice_in_dim(index, me * count, count)
+
+        def look(i, carry):
+            visitor, found = carry
+
+            def keep(x, kept):
+                at = index - (me + i) % cut * x.shape[0]
+                hit = ((at >= 0) & (at < x.shape[0])).reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(hit, jnp.take(x, at, axis=0, mode="clip"), kept)
+
+            found = jax.tree.map(keep, visitor, found)
+            return jax.lax.ppermute(visitor, ROWS, ring), found
+
+        nothing = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), mine)
+        return jax.lax.fori_loop(0, cut, look, (mine, nothing))[1]
+
+    return by_rows(mesh, own, index, tree)
 
 
 def by_heads(mesh: Mesh | None, function: Callable, heads: tuple, mask: Any) -> Any:
@@ -305,12 +367,13 @@ def by_heads(mesh: Mesh | None, function: Callable, heads: tuple, mask: Any) -> 
     if mesh is None:
         return function(*heads, mask)
     count, kv = heads[0].shape[:2]
-    cut = None if count % shards(mesh) else ROWS
+    cut = None if _alone() or count % shards(mesh) else ROWS
     each = PartitionSpec(cut, None if kv % mesh.shape[TENSOR] else TENSOR)
     return jax.shard_map(
         function,
-        mesh=mesh,
+        mesh=None if _alone() else mesh,
         in_specs=(*[each] * len(heads), PartitionSpec(cut)),
         out_specs=each,
+        axis_names={TENSOR} if _alone() else set(AXES),
         check_vma=False,  # a kernel does not say how its result varies
     )(*heads, mask)

@@ -24,7 +24,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (4, 1, 2), (1, 2, 4)]
 
 @functools.cache
 def mesh_of(sizes):
-    return sizes and sharding.make_mesh(*sizes)
+    return sizes and sharding.mesh_for(*sizes)
 
 
 def spec_of(sizes, **changes) -> speculate.Spec:

@@ -128,27 +128,22 @@ def _resize(
     taken = jnp.take(state.rows, keep, mode="fill", fill_value=total)
     state = state._replace(
         rows=taken,
-        cache=cache_lib.resize(state.cache, keep, slots),
-        draft=_resize_memory(state.draft, keep, slots),
+        cache=cache_lib.resize(state.cache, keep, slots, mesh),
+        draft=_resize_memory(state.draft, keep, slots, mesh),
     )
     return sharding.rollout(mesh, state)
 
 
-def _resize_memory(memory, keep, slots):
+def _resize_memory(memory, keep, slots, mesh):
     if memory is None:
         return None
 
-    def take(x):
-        return jnp.take(x, keep, axis=0, mode="fill", fill_value=0)
-
-    features = take(memory.features)[:, :slots]
+    taken = sharding.take(mesh, memory._replace(cache=None), keep)
+    features = taken.features[:, :slots]
     grow = slots - features.shape[1]
-    return draft_eagle.EagleState(
-        cache=cache_lib.resize(memory.cache, keep, slots),
+    return taken._replace(
+        cache=cache_lib.resize(memory.cache, keep, slots, mesh),
         features=jnp.pad(features, ((0, 0), (0, grow), (0, 0))),
-        fed=take(memory.fed),
-        feature=take(memory.feature),
-        hidden=take(memory.hidden),
     )
 
 
@@ -159,12 +154,12 @@ def _start(
     prompts: tuple[Prompts, ...], sequences, rows, source, slots, mesh=None
 ) -> base.RolloutState:
     """Give every row its prompt's memory: row b starts from prompt source[b]."""
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *prompts)
+    joined = sharding.concatenate(mesh, prompts)
     state = base.RolloutState(
         sequences=sequences,
         rows=rows,
-        cache=cache_lib.resize(joined.cache, source, slots),
-        draft=_resize_memory(joined.draft, source, slots),
+        cache=cache_lib.resize(joined.cache, source, slots, mesh),
+        draft=_resize_memory(joined.draft, source, slots, mesh),
     )
     return sharding.rollout(mesh, state)
 

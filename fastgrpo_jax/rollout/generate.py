@@ -121,17 +121,18 @@ def _prefill(
     engine: engine_lib.Engine, weights: speculate.Weights, prompts
 ) -> tuple[decode.Prompts, ...]:
     """Read all prompts in the canonical shape, R at a time on each device (the last filled up)."""
-    mesh = engine.spec.policy.mesh
-    size = engine.spec.prefill_rows * sharding.shards(mesh)
-    width = engine.prompt_slots + 1
+    mesh, size = engine.spec.policy.mesh, engine.spec.prefill_rows
+    devices = sharding.shards(mesh)
+    times = -(-len(prompts) // (devices * size))
+    tokens = np.zeros((devices, times, size, engine.prompt_slots + 1), np.int32)
+    length = np.ones((devices, times, size), np.int32)
+    for i, prompt in enumerate(prompts):
+        place = np.unravel_index(i, length.shape)  # a device reads prompts that follow one another
+        tokens[place][: len(prompt)] = prompt
+        length[place] = len(prompt)
     read = []
-    for at in range(0, len(prompts), size):
-        some = prompts[at : at + size]
-        tokens = np.zeros((size, width), np.int32)
-        for i, prompt in enumerate(some):
-            tokens[i, : len(prompt)] = prompt
-        length = np.ones(size, np.int32)
-        length[: len(some)] = [len(p) for p in some]
+    for i in range(times):
+        some = tokens[:, i].reshape(devices * size, -1), length[:, i].reshape(-1)
         read.append(
             pool_lib.call(
                 engine.pool,
@@ -139,7 +140,7 @@ def _prefill(
                 decode.prefill,
                 {0: engine.spec, 1: engine.prompt_slots},
                 weights,
-                *sharding.put(mesh, (tokens, length)),
+                *sharding.put(mesh, some),
             )
         )
     return tuple(read)

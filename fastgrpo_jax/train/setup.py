@@ -54,7 +54,7 @@ def prepare(c) -> Setup:
       UserError: naming the field, its value and what is allowed.
     """
     check.numbers(c)
-    mesh = sharding.make_mesh(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
+    mesh = sharding.mesh_for(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
     losses = _losses(c)
     check.one_strategy(c, "rollout.strategy", c.rollout.strategy)
     check.strategies(c)
