@@ -59,6 +59,7 @@ class PolicyConfig:
     qk_norm: bool = False
     dtype: str = "float32"  # compute dtype; parameters may be kept wider
     attention: str = "xla"  # xla | tpu | gpu | interpret: the kernel, see models/attention.py
+    mesh: Any = None  # devices that programs with it are spread over, see sharding.py; None: one
 
 
 @dataclasses.dataclass(frozen=True)

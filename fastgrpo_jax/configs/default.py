@@ -15,6 +15,13 @@ def get_config() -> config_dict.ConfigDict:
     # auto (fused on a TPU or GPU where that saves memory traffic) | xla | fused (a Pallas kernel)
     c.model.attention = "auto"
 
+    # Devices, data x fsdp x tensor = all of them; -1 (once): the rest. One device: no mesh. A run
+    # may go on with another mesh; tokens are the same under all. See docs/sharding.md.
+    c.mesh = config_dict.ConfigDict()
+    c.mesh.data = 1  # rows are cut along it; weights are whole on each
+    c.mesh.fsdp = -1  # rows too, and weights and moments in training; divides the model's hidden
+    c.mesh.tensor = 1  # heads, feed-forward and vocabulary are cut along it; divides each of them
+
     c.task = config_dict.ConfigDict()
     c.task.name = "addition"  # addition | arithmetic | FILE.jsonl | datasets:NAME[:SPLIT]
     c.task.max_operand = 20  # addition, arithmetic: numbers from 1 (addition) to this
@@ -63,13 +70,14 @@ def get_config() -> config_dict.ConfigDict:
     # compare with: chains only; the distribution is the target's, the tokens are the drafter's)
     c.rollout.verify = "draws"
     c.rollout.draft_tau = 1.0  # temperature of a node's estimated acceptance
-    c.rollout.c_peak = 0  # tokens per forward at the machine's knee; 0: measured at start
+    c.rollout.c_peak = 0  # tokens per forward at a device's knee; 0: measured at start
     c.rollout.n_max = 160  # fastgrpo: most tokens verified per row
     c.rollout.depth_max = 5  # fastgrpo: deepest draft
     c.rollout.width_max = 8  # fastgrpo: most children per node
     c.rollout.alpha = 0.75  # fastgrpo: depth = log2(tokens verified / alpha)
     c.rollout.max_rows = 0  # rows decoded at one time, the others wait for a seat; 0: all
-    c.rollout.row_buckets = ""  # compiled row counts, comma-separated; empty: powers of 2
+    # compiled row counts, comma-separated; empty: powers of 2. Rounded up to what devices can cut.
+    c.rollout.row_buckets = ""
     c.rollout.slot_step = 128  # cache slots grow by this many positions
     c.rollout.block_rounds = 16  # rounds per compiled block before the host looks again
     c.rollout.warmup = 0  # threads that compile all decode blocks at start; 0: each when it is met

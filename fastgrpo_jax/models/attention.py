@@ -9,6 +9,7 @@ On CPU the kernel is only interpreted, for tests.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 
 KERNELS = ("xla", "tpu", "gpu", "interpret")  # the last runs the fused one step by step, for tests
 SETTINGS = ("auto", "xla", "fused")
@@ -31,18 +32,21 @@ def attend(
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
     kernel: str = "xla",
+    mesh: Any = None,
 ) -> Float[Array, "B T Q*H"]:
     """Attend with grouped queries; a query sees the slots where its mask is True.
 
     A query that sees none gives numbers without a meaning. Scores and softmax are in float32 or
-    wider. `kernel` is one of KERNELS; the fused one is used where it can be and `pays`.
+    wider. `kernel` is one of KERNELS; the fused one is used where it can be and `pays`; under a
+    mesh each device runs it on its own rows and heads.
     """
     rows, tokens, heads, dim = q.shape
     kv = k.shape[1]
     q = q.reshape(rows, tokens, kv, heads // kv, dim).swapaxes(1, 2).reshape(rows, kv, -1, dim)
     mask = jnp.repeat(mask, heads // kv, axis=1)
     if kernel != "xla" and pays(q, k):
-        out = fused_heads(q, k, v, mask, kernel)
+        fused = functools.partial(_fused, kernel)
+        out = sharding.by_heads(mesh, fused, (q, k, v), mask)
     else:
         out = plain_heads(q, k, v, mask)
     return out.reshape(rows, kv, tokens, -1).swapaxes(1, 2).reshape(rows, tokens, heads * dim)
@@ -85,6 +89,10 @@ def plain_heads(
     scores = jnp.where(mask[:, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1)
     return jnp.einsum("bkms,bksh->bkmh", weights.astype(v.dtype), v)
+
+
+def _fused(kernel, q, k, v, mask):
+    return fused_heads(q, k, v, mask, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

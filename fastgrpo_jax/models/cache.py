@@ -4,11 +4,13 @@ Writes beyond the last slot are dropped, never clamped back over valid slots (wh
 `dynamic_update_slice` would do). The bucket guarantees that a live row's writes fit.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 
 
 def init(layers: int, rows: int, kv_heads: int, slots: int, head_dim: int, dtype) -> base.KVCache:
@@ -45,11 +47,13 @@ def move(cache: base.KVCache, start: Int[Array, " B"], nodes: Int[Array, "B D1"]
     return jax.tree.map(shift, cache)
 
 
-def resize(cache: base.KVCache, rows: Int[Array, " C"], slots: int) -> base.KVCache:
+def resize(
+    cache: base.KVCache, rows: Int[Array, " C"], slots: int, mesh: Any = None
+) -> base.KVCache:
     """Take the given rows (any index out of range gives zeros) and cut or pad to `slots`."""
 
-    def one(x):
-        x = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)[:, :, :slots]
+    def fit(x):
+        x = x[:, :, :slots]
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
 
-    return jax.tree.map(one, cache)
+    return jax.tree.map(fit, sharding.take(mesh, cache, rows))

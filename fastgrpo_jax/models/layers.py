@@ -5,6 +5,7 @@ softmax and rotary angles are computed in float32 or wider, whatever the compute
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -121,6 +122,7 @@ class Attention(nn.Module):
     qk_norm: bool = False
     norm_eps: float = 1e-6
     kernel: str = "xla"  # see models/attention.py
+    mesh: Any = None
 
     @nn.compact
     def __call__(
@@ -143,5 +145,5 @@ class Attention(nn.Module):
             k = RMSNorm(self.norm_eps, name="k_norm")(k)
         q, k, v = (unpack(y, packing) for y in (rotate(q, angles), rotate(k, angles), v))
         k, v = remember(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        out = pack(attend(q, k, v, mask, self.kernel), packing)
+        out = pack(attend(q, k, v, mask, self.kernel, self.mesh), packing)
         return Linear(width, bias=self.o_bias, name="o")(out)

@@ -5,13 +5,14 @@ faster than a scan over stacked ones. The head is apart (`head.py`), because tra
 applies it in chunks and decoding at chosen positions only.
 """
 
+import functools
 from typing import NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import layers
 
@@ -33,6 +34,7 @@ class Block(nn.Module):
             c.qk_norm,
             c.norm_eps,
             c.attention,
+            c.mesh,
             name="attn",
         )
         normed = layers.RMSNorm(c.norm_eps, name="attn_norm")(x)
@@ -82,8 +84,9 @@ class Policy(nn.Module):
             self.param("head", nn.initializers.normal(0.02), (c.vocab, c.hidden))
         freq = layers.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         angles = layers.rope_angles(layers.pack(positions, packing), freq, dtype)
-        x = embed(table, layers.pack(tokens, packing), dtype)
-        block = nn.remat(Block, static_argnums=(4,)) if self.remat else Block
+        table = sharding.gathered(c.mesh, {"embed": table})["embed"]
+        x = sharding.rows(c.mesh, embed(table, layers.pack(tokens, packing), dtype))
+        block = self._block()
         keys, values, inputs = [], [], []
         for i in range(c.layers):
 
@@ -97,9 +100,18 @@ class Policy(nn.Module):
 
             inputs.append(x)
             x = block(c, name=f"layer_{i}")(x, angles, mask, remember, packing)
+            x = sharding.rows(c.mesh, x)
         x = layers.RMSNorm(c.norm_eps, name="norm")(x)
         tapped = jnp.concatenate([inputs[i] for i in self.taps], axis=-1) if self.taps else x
         return Read(x, tapped, cache and base.KVCache(tuple(keys), tuple(values)))
+
+    def _block(self):
+        """Return the layer; under a mesh it gathers its weights when it is read, and again in
+        the backward pass where that computes it anew."""
+        block, mesh = Block, self.config.mesh
+        if mesh is not None and not self.is_initializing():
+            block = nn.map_variables(block, "params", functools.partial(sharding.gathered, mesh))
+        return nn.remat(block, static_argnums=(4,)) if self.remat else block
 
 
 def embed(table: Float[Array, "V E"], tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b E"]:

@@ -3,10 +3,11 @@
 from fastgrpo_jax import base
 
 
-def row_ladder(rows: int, asked: str = "") -> tuple[int, ...]:
+def row_ladder(rows: int, asked: str = "", multiple: int = 1) -> tuple[int, ...]:
     """List the compiled row counts, ascending, the whole rollout's `rows` always the last.
 
-    `asked` is a comma-separated list, or empty for the powers of two below `rows`.
+    `asked` is a comma-separated list, or empty for the powers of two below `rows`. All are rounded
+    up to a `multiple`, so that devices which cut them get equal parts; seats beyond stay empty.
 
     Raises:
       UserError: if `asked` is not a list of positive integers.
@@ -22,7 +23,8 @@ def row_ladder(rows: int, asked: str = "") -> tuple[int, ...]:
             raise base.UserError(
                 f"rollout.row_buckets is {asked!r}; allowed: positive integers, comma-separated"
             )
-    return (*sorted(x for x in sizes if x < rows), rows)
+    *sizes, rows = (-(-x // multiple) * multiple for x in (*sizes, rows))
+    return (*sorted({x for x in sizes if x < rows}), rows)
 
 
 def slot_ladder(longest: int, step: int) -> tuple[int, ...]:

@@ -11,19 +11,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import draft_eagle, draft_vocab, probe, speculate
 
 
-def with_draft_vocab(weights: speculate.Weights, ids: Int[Any, " W"]) -> speculate.Weights:
+def with_draft_vocab(
+    weights: speculate.Weights, ids: Int[Any, " W"], mesh: Any = None
+) -> speculate.Weights:
     """Restrict the learned drafter to some ids, ascending; their head is gathered once."""
-    ids = jnp.asarray(ids, jnp.int32)
-    return weights._replace(draft_ids=ids, draft_head=_take(policy.head_table(weights.policy), ids))
+    ids = sharding.put(mesh, jnp.asarray(ids, jnp.int32))
+    head = _take(policy.head_table(weights.policy), ids, mesh)
+    return weights._replace(draft_ids=ids, draft_head=head)
 
 
-_take = jax.jit(draft_vocab.head)
+def _take_head(table, ids, mesh):
+    return sharding.whole(mesh, draft_vocab.head(table, ids))
+
+
+_take = jax.jit(_take_head, static_argnums=2)
 
 
 def _block(spec, strategy, weights, settings, stop_tokens, state, shrink_to, rounds):
@@ -46,11 +53,14 @@ def _block(spec, strategy, weights, settings, stop_tokens, state, shrink_to, rou
     def one(carry):
         n, counts, state = carry
         state, new = speculate.one_round(spec, strategy, weights, settings, stop_tokens, state)
-        return n + 1, jax.tree.map(jnp.add, counts, new), state
+        counts = jax.tree.map(jnp.add, counts, sharding.whole(mesh, new))
+        return n + 1, counts, sharding.rollout(mesh, state)
 
+    mesh = spec.policy.mesh
     n, counts, state = jax.lax.while_loop(go_on, one, (zero, counts, state))
     s = state.sequences
-    return state, base.BlockReport(n, *counts, s.length, s.done)
+    report = base.BlockReport(n, *counts, s.length, s.done)
+    return sharding.rollout(mesh, state), sharding.whole(mesh, report)
 
 
 decode_block = jax.jit(_block, static_argnums=(0, 1), donate_argnums=5)
@@ -75,6 +85,8 @@ def _prefill(spec, slots, weights, tokens, length):
     rows, chunk = tokens.shape[0], spec.prefill_chunk
     cache = policy.new_cache(spec.policy, rows, slots)
     memory = draft_eagle.init(spec.eagle, rows, slots) if spec.eagle else None
+    mesh = spec.policy.mesh
+    tokens, length = sharding.rows(mesh, (tokens, length))
     place = jnp.arange(chunk, dtype=jnp.int32)
 
     def go_on(carry):
@@ -98,81 +110,86 @@ def _prefill(spec, slots, weights, tokens, length):
             memory = draft_eagle.feed(
                 spec.eagle, speculate.learned(weights), memory, ahead, length - 1
             )
-        return at + chunk, read.cache, memory
+        return at + chunk, *sharding.seats(mesh, (read.cache, memory))
 
-    _, cache, memory = jax.lax.while_loop(go_on, one, (jnp.int32(0), cache, memory))
-    return Prompts(cache, memory)
+    start = (jnp.int32(0), *sharding.seats(mesh, (cache, memory)))
+    _, cache, memory = jax.lax.while_loop(go_on, one, start)
+    return Prompts(*sharding.seats(mesh, (cache, memory)))
 
 
 prefill = jax.jit(_prefill, static_argnums=(0, 1))
 
 
-def _resize(state: base.RolloutState, keep: Int[Array, " C"], slots: int) -> base.RolloutState:
+def _resize(
+    state: base.RolloutState, keep: Int[Array, " C"], slots: int, mesh: Any = None
+) -> base.RolloutState:
     """Take the slots `keep` of a state (out of range: an empty one) and give each `slots`."""
     total = state.sequences.length.shape[0]
     taken = jnp.take(state.rows, keep, mode="fill", fill_value=total)
-    return state._replace(
+    state = state._replace(
         rows=taken,
-        cache=cache_lib.resize(state.cache, keep, slots),
-        draft=_resize_memory(state.draft, keep, slots),
+        cache=cache_lib.resize(state.cache, keep, slots, mesh),
+        draft=_resize_memory(state.draft, keep, slots, mesh),
     )
+    return sharding.rollout(mesh, state)
 
 
-def _resize_memory(memory, keep, slots):
+def _resize_memory(memory, keep, slots, mesh):
     if memory is None:
         return None
 
-    def take(x):
-        return jnp.take(x, keep, axis=0, mode="fill", fill_value=0)
-
-    features = take(memory.features)[:, :slots]
+    taken = sharding.take(mesh, memory._replace(cache=None), keep)
+    features = taken.features[:, :slots]
     grow = slots - features.shape[1]
-    return draft_eagle.EagleState(
-        cache=cache_lib.resize(memory.cache, keep, slots),
+    return taken._replace(
+        cache=cache_lib.resize(memory.cache, keep, slots, mesh),
         features=jnp.pad(features, ((0, 0), (0, grow), (0, 0))),
-        fed=take(memory.fed),
-        feature=take(memory.feature),
-        hidden=take(memory.hidden),
     )
 
 
-resize = jax.jit(_resize, static_argnums=2)
+resize = jax.jit(_resize, static_argnums=(2, 3))
 
 
-def _start(prompts: tuple[Prompts, ...], sequences, rows, source, slots) -> base.RolloutState:
+def _start(
+    prompts: tuple[Prompts, ...], sequences, rows, source, slots, mesh=None
+) -> base.RolloutState:
     """Give every row its prompt's memory: row b starts from prompt source[b]."""
-    joined = jax.tree.map(lambda *x: jnp.concatenate(x), *prompts)
-    return base.RolloutState(
+    joined = sharding.concatenate(mesh, prompts)
+    state = base.RolloutState(
         sequences=sequences,
         rows=rows,
-        cache=cache_lib.resize(joined.cache, source, slots),
-        draft=_resize_memory(joined.draft, source, slots),
+        cache=cache_lib.resize(joined.cache, source, slots, mesh),
+        draft=_resize_memory(joined.draft, source, slots, mesh),
     )
+    return sharding.rollout(mesh, state)
 
 
-start = jax.jit(_start, static_argnums=4)
+start = jax.jit(_start, static_argnums=(4, 5))
 
 
-def _admit(prompts, state: base.RolloutState, keep, fresh, source, slots) -> base.RolloutState:
+def _admit(
+    prompts, state: base.RolloutState, keep, fresh, source, slots, mesh=None
+) -> base.RolloutState:
     """Take the slots `keep` of a state, and into slots with a line in `fresh` admit that line.
 
     source: the prompt of each admitted line, out of range elsewhere.
     """
-    old = _resize(state, keep, slots)
-    new = _start(prompts, state.sequences, fresh, source, slots)
+    old = _resize(state, keep, slots, mesh)
+    new = _start(prompts, state.sequences, fresh, source, slots, mesh)
     admitted = fresh < state.sequences.length.shape[0]
 
     def pick(a, b):
         return jnp.where(admitted.reshape(-1, *[1] * (a.ndim - 1)), b, a)
 
-    return state._replace(
+    state = state._replace(
         rows=pick(old.rows, new.rows),
         cache=jax.tree.map(pick, old.cache, new.cache),
         draft=jax.tree.map(pick, old.draft, new.draft),
     )
+    return sharding.rollout(mesh, state)
 
 
-admit = jax.jit(_admit, static_argnums=5)
+admit = jax.jit(_admit, static_argnums=(5, 6))
 
 
 def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
@@ -189,9 +206,12 @@ def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
     def one(memory):
         at = memory.fed[:, None] + 1 + jnp.arange(chunk, dtype=jnp.int32)
         tokens = jnp.take_along_axis(s.tokens[row], jnp.minimum(at, s.tokens.shape[1] - 1), axis=1)
-        return draft_eagle.feed(spec.eagle, speculate.learned(weights), memory, tokens, ready)
+        fed = draft_eagle.feed(spec.eagle, speculate.learned(weights), memory, tokens, ready)
+        return sharding.seats(mesh, fed)
 
-    return state._replace(draft=jax.lax.while_loop(go_on, one, state.draft))
+    mesh = spec.policy.mesh
+    fed = jax.lax.while_loop(go_on, one, state.draft)
+    return sharding.rollout(mesh, state._replace(draft=fed))
 
 
 activate = jax.jit(_activate, static_argnums=0, donate_argnums=2)
@@ -200,5 +220,12 @@ draft_step = jax.jit(probe.draft_step, static_argnums=(0, 4), donate_argnums=3)
 draft_head = jax.jit(probe.draft_head)
 read_chain = jax.jit(probe.read_chain, static_argnums=(0, 1, 5))
 compare_pairs = jax.jit(probe.compare_pairs, static_argnums=(5, 6))
-cast = jax.jit(probe.cast, static_argnums=1)
+
+
+def _cast(tree, dtype, mesh=None):
+    """Bring weights into a rollout's dtype and layout."""
+    return sharding.gathered(mesh, probe.cast(tree, dtype))
+
+
+cast = jax.jit(_cast, static_argnums=(1, 2))
 read = jax.jit(probe.read, static_argnums=0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.rollout import buckets, decode, speculate, strategy
 from fastgrpo_jax.rollout import pool as pool_lib
 
@@ -60,8 +60,13 @@ def make_engine(
 
     `rows` is a ladder, see `buckets.row_ladder`; it may end below `total`. `span` is the largest `DraftStrategy.span` that
     will be asked for.
+
+    Raises:
+      ValueError: a row count that the devices cannot cut into equal parts.
     """
     chunk = spec.prefill_chunk
+    if any(size % sharding.shards(spec.policy.mesh) for size in rows):
+        raise ValueError(f"rows {rows} do not divide into {sharding.shards(spec.policy.mesh)}")
     return Engine(
         spec=spec,
         rows=rows,
@@ -107,9 +112,10 @@ def warm_up(
     when they are met.
     """
     n, length, spec = engine.total, engine.max_length, engine.spec
+    mesh = spec.policy.mesh
 
     def shaped(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.everywhere(mesh))
 
     grid, row, flag = (
         shaped((n, length), jnp.float32),
@@ -122,13 +128,15 @@ def warm_up(
     chance = shaped((n,), jnp.float32)
     sample = base.Sampling(shaped((n, 2), jnp.uint32), chance, row, chance)
     one, stop = shaped((), jnp.int32), shaped((len(engine.stop_tokens),), jnp.int32)
-    known = jax.tree.map(lambda x: shaped(x.shape, x.dtype), weights)
+    known = sharding.shapes(mesh, weights)
     jobs = []
     for key in programs(engine, controller):
         if key[0] != "block":
             continue
         _, bucket, choice = key
         state = jax.eval_shape(lambda b=bucket: decode.empty_state(spec, b, sequences))
-        args = (known, sample, stop, state._replace(sequences=sequences), one, one)
+        state = state._replace(sequences=sequences)
+        state = sharding.shapes(mesh, state, mesh and sharding.of_rollout(mesh, state))
+        args = (known, sample, stop, state, one, one)
         jobs.append(pool_lib.Job(key, decode.decode_block, {0: spec, 1: choice}, args))
     pool_lib.warm_up(engine.pool, jobs, threads)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.rollout import buckets, decode, sampling, schedule, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
@@ -92,7 +92,7 @@ def _sequences(
         tokens[i * group : (i + 1) * group, : len(prompt)] = prompt
     zeros = np.zeros((rows, engine.max_length), np.float32)
     caps = limits.response if request.caps is None else np.minimum(request.caps, limits.response)
-    return base.Sequences(
+    sequences = base.Sequences(
         tokens=jnp.asarray(tokens),
         logps=jnp.asarray(zeros),
         masses=jnp.asarray(zeros),
@@ -102,6 +102,7 @@ def _sequences(
         done=jnp.zeros(rows, bool),
         stopped=jnp.zeros(rows, bool),
     )
+    return sharding.put(engine.spec.policy.mesh, sequences)
 
 
 def _settings(request: Request, group: int, settings: Settings) -> base.Sampling:
@@ -119,17 +120,19 @@ def _settings(request: Request, group: int, settings: Settings) -> base.Sampling
 def _prefill(
     engine: engine_lib.Engine, weights: speculate.Weights, prompts
 ) -> tuple[decode.Prompts, ...]:
-    """Read all prompts in the canonical shape, R at a time (the last batch filled up)."""
-    size = engine.spec.prefill_rows
-    width = engine.prompt_slots + 1
+    """Read all prompts in the canonical shape, R at a time on each device (the last filled up)."""
+    mesh, size = engine.spec.policy.mesh, engine.spec.prefill_rows
+    devices = sharding.shards(mesh)
+    times = -(-len(prompts) // (devices * size))
+    tokens = np.zeros((devices, times, size, engine.prompt_slots + 1), np.int32)
+    length = np.ones((devices, times, size), np.int32)
+    for i, prompt in enumerate(prompts):
+        place = np.unravel_index(i, length.shape)  # a device reads prompts that follow one another
+        tokens[place][: len(prompt)] = prompt
+        length[place] = len(prompt)
     read = []
-    for at in range(0, len(prompts), size):
-        some = prompts[at : at + size]
-        tokens = np.zeros((size, width), np.int32)
-        for i, prompt in enumerate(some):
-            tokens[i, : len(prompt)] = prompt
-        length = np.ones(size, np.int32)
-        length[: len(some)] = [len(p) for p in some]
+    for i in range(times):
+        some = tokens[:, i].reshape(devices * size, -1), length[:, i].reshape(-1)
         read.append(
             pool_lib.call(
                 engine.pool,
@@ -137,8 +140,7 @@ def _prefill(
                 decode.prefill,
                 {0: engine.spec, 1: engine.prompt_slots},
                 weights,
-                jnp.asarray(tokens),
-                jnp.asarray(length),
+                *sharding.put(mesh, some),
             )
         )
     return tuple(read)
@@ -159,15 +161,15 @@ def _begin(engine, request, read, sequences, need) -> _Live:
         schedule.begin(lines, engine.rows[-1]), np.zeros(engine.total, bool), engine.rows
     )
     bucket = base.Bucket(len(move.fresh), buckets.at_least(engine.slots, need))
+    mesh = engine.spec.policy.mesh
     state = pool_lib.call(
         engine.pool,
         ("start", bucket),
         decode.start,
-        {4: bucket.slots},
+        {4: bucket.slots, 5: mesh},
         read,
         sequences,
-        jnp.asarray(move.fresh),
-        jnp.asarray(move.fresh // engine.spec.group),
+        *sharding.put(mesh, (move.fresh, move.fresh // engine.spec.group)),
     )
     return _Live(state, bucket, move.seats)
 
@@ -175,25 +177,24 @@ def _begin(engine, request, read, sequences, need) -> _Live:
 def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
     """Make the move, and grow the slots where the next round needs more."""
     slots = max(live.bucket.slots, buckets.at_least(engine.slots, need))
-    new = base.Bucket(len(move.keep), slots)
-    keep = jnp.asarray(move.keep)
+    new, mesh = base.Bucket(len(move.keep), slots), engine.spec.policy.mesh
+    keep = sharding.put(mesh, move.keep)
     if move.admitted:
         state = pool_lib.call(
             engine.pool,
             ("admit", live.bucket, new),
             decode.admit,
-            {5: slots},
+            {5: slots, 6: mesh},
             read,
             live.state,
             keep,
-            jnp.asarray(move.fresh),
-            jnp.asarray(move.fresh // engine.spec.group),
+            *sharding.put(mesh, (move.fresh, move.fresh // engine.spec.group)),
         )
         return _Live(state, new, move.seats)
     if new == live.bucket:
         return live
     key = ("resize", live.bucket, new)
-    state = pool_lib.call(engine.pool, key, decode.resize, {2: slots}, live.state, keep)
+    state = pool_lib.call(engine.pool, key, decode.resize, {2: slots, 3: mesh}, live.state, keep)
     return _Live(state, new, move.seats)
 
 
@@ -226,8 +227,13 @@ def rollout(
     live = _begin(engine, request, read, sequences, int(length.max()) - 1 + span)
     jax.block_until_ready(live.state)
     prefilled = time.perf_counter()
-    sample = _settings(request, engine.spec.group, settings)
-    stop = jnp.asarray(engine.stop_tokens, jnp.int32)
+    sample, stop = sharding.put(
+        engine.spec.policy.mesh,
+        (
+            _settings(request, engine.spec.group, settings),
+            jnp.asarray(engine.stop_tokens, jnp.int32),
+        ),
+    )
     ready, blocks = True, []
     while not done.all():
         look(int((~done).sum()))
@@ -275,8 +281,7 @@ def _run_block(
         {0: engine.spec, 1: choice},
         *known,
         live.state,
-        jnp.int32(shrink_to),
-        jnp.int32(rounds),
+        *sharding.put(engine.spec.policy.mesh, (jnp.int32(shrink_to), jnp.int32(rounds))),
     )
     report = jax.device_get(report)
     seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)

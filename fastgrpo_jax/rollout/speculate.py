@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import (
@@ -94,8 +94,50 @@ def look(state: base.RolloutState, settings: base.Sampling) -> View:
     return View(live, length, root, jax.tree.map(lambda x: x[row], settings), room)
 
 
+class _Said(NamedTuple):
+    """What a round made of its rows; tried: drafts that were verified, [B, 1] where they differ."""
+
+    view: View
+    verdict: base.Verdict
+    stopped: Array
+    tried: Any
+    cache: base.KVCache
+    memory: Any
+
+
 def one_round(spec, strategy, weights, settings, stop_tokens, state):
-    """Draft, verify, accept, commit. Returns the new state and what was accepted and tried."""
+    """Draft, verify, accept, commit. Returns the new state and what was accepted and tried.
+
+    Under a mesh each device does so with its own rows, and hears what the others' rows said.
+    """
+    mesh = spec.policy.mesh
+
+    def own(shared, mine):
+        weights, settings, stop_tokens, sequences = shared
+        return _say(
+            spec, strategy, weights, settings, stop_tokens, base.RolloutState(sequences, *mine)
+        )
+
+    said = sharding.by_rows(
+        mesh,
+        own,
+        (weights, settings, stop_tokens, state.sequences),
+        (state.rows, state.cache, state.draft),
+    )
+    cache, memory = said.cache, said.memory
+    view, verdict, stopped, tried = sharding.whole(mesh, said[:4])
+    sequences = _append(state, view, verdict, stopped)
+    index = jnp.arange(spec.depth_max)
+    taken = verdict.count[:, None] > index + 1
+    over = stopped | (verdict.count >= view.room)
+    judged = taken | ((verdict.count[:, None] == index + 1) & ~over[:, None])
+    judged &= index < tried
+    counts = (view.live.sum(), verdict.count.sum(), taken.sum(0), judged.sum(0))
+    new = state._replace(sequences=sequences, cache=cache, draft=memory)
+    return new, jax.tree.map(lambda x: x.astype(jnp.int32), counts)
+
+
+def _say(spec, strategy, weights, settings, stop_tokens, state) -> _Said:
     view = look(state, settings)
     depth = strategy.depth
     ahead = view.length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
@@ -107,7 +149,7 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     if spec.rejection:  # drafts that know the target's dice would not be drafts from q
         dice = sampling.gumbel(sampling.stream(keys, _DRAFTS), ahead, ids)
     draft, said, scores, memory = _propose(spec, strategy, weights, state, view, dice)
-    packing, tried = None, depth
+    packing, tried = None, jnp.full((view.root.shape[0], 1), depth)
     if strategy.share:
         draft, packing = _share(strategy, draft, scores, view)
         tried = jnp.sum(draft.tokens[:, 1:] >= 0, axis=1)[:, None]
@@ -123,21 +165,13 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
     verdict, stopped = accept.cut(verdict, stop_tokens, view.room)
     if not (strategy.chain or depth == 0):
         cache = cache_lib.move(cache, view.length - 1, verdict.nodes)
-    sequences = _append(state, view, verdict, stopped)
     if memory is not None:
         path = _at_nodes(read.tapped, verdict.nodes, packing)
         memory = draft_eagle.store(memory, path, view.length - 1)
         if strategy.drafter == "learned":
             ready = jnp.where(view.live, view.length - 1 + verdict.count, 0)
             memory = draft_eagle.feed(spec.eagle, learned(weights), memory, verdict.tokens, ready)
-    index = jnp.arange(spec.depth_max)
-    taken = verdict.count[:, None] > index + 1
-    over = stopped | (verdict.count >= view.room)
-    judged = taken | ((verdict.count[:, None] == index + 1) & ~over[:, None])
-    judged &= index < tried
-    counts = (view.live.sum(), verdict.count.sum(), taken.sum(0), judged.sum(0))
-    new = state._replace(sequences=sequences, cache=cache, draft=memory)
-    return new, jax.tree.map(lambda x: x.astype(jnp.int32), counts)
+    return _Said(view, verdict, stopped, tried, cache, memory)
 
 
 class _Proposal(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import eagle, policy
 from fastgrpo_jax.train import layout
 from fastgrpo_jax.train.layout import Places, StepBatch
@@ -36,8 +36,8 @@ class Frame:
     def responses(self, batch: StepBatch) -> int:
         """Count the sequences of a row."""
         count, span = batch.tokens.shape
-        if count % self.group:
-            return 1  # a micro-batch that cuts groups apart
+        if count % (self.group * sharding.shards(self.policy.mesh)):
+            return 1  # a micro-batch or a device whose rows cut groups apart
         return layout.responses_per_row(
             self.policy, self.group, self.width(batch), min(self.max_response, span)
         )
@@ -112,12 +112,15 @@ def draft(
     """
     width, responses = frame.width(batch), frame.responses(batch)
     count, spots = places.position.shape
+    mesh = frame.policy.mesh
+    drafter = sharding.gathered(mesh, drafter)
+    embed = sharding.gathered(mesh, {"embed": embed})["embed"]
     rows = layout.rows(batch.prompt_length[::responses] - 1, width - 1, responses, spots)
     tokens = layout.tokens(batch, places, width, responses)[:, 1:]
     embeds = policy.embed(embed, tokens, features.dtype)
     own = ahead(frame, features, batch, places).reshape(features.shape[0], -1, features.shape[-1])
     pairs = jnp.concatenate([features[:, : width - 1], own], axis=1)
-    pairs, embeds = jax.lax.stop_gradient((pairs, embeds))
+    pairs, embeds = sharding.rows(mesh, jax.lax.stop_gradient((pairs, embeds)))
     length = pairs.shape[1]
     back = [jnp.broadcast_to(jnp.arange(length), rows.previous.shape)]  # of j places before
     cache, found = None, []

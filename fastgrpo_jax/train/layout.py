@@ -11,6 +11,7 @@ padding in vain, so for long responses rows of their own are cheaper: see `respo
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -37,6 +38,16 @@ class StepBatch(NamedTuple):
     temperature: Float[Array, " N"]
     kept: Bool[Array, " N"] | None = None
     staleness: Int[Array, " N"] | None = None
+
+
+def fill(batch: StepBatch, count: int) -> StepBatch:
+    """Add rows that contribute nothing: each has a prompt of one token and no response."""
+    if not count:
+        return batch
+    more = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), batch)
+    one = jnp.ones_like(more.length)
+    more = more._replace(prompt_length=one, length=one)
+    return jax.tree.map(lambda *x: jnp.concatenate(x), batch, more)
 
 
 class Places(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import eagle_file
 from fastgrpo_jax.rollout import (
     calibrate,
@@ -191,7 +191,8 @@ def _steps(run: Run, state: base.TrainState, memory: Memory) -> tuple[base.Train
                 save()
             raise
         row, learning = played.metrics, time.perf_counter()
-        state, learned = run.train_step(state, played.batch)
+        batch = step_lib.place(run.setup.step, played.batch)
+        state, learned = run.train_step(state, batch)
         row |= {name: float(value) for name, value in jax.device_get(learned).items()}
         memory = played.memory
         state, more = _study_again(run, state, memory, number)
@@ -443,6 +444,7 @@ def _announce(c, setup, engine, controller, table: costs.Table | None) -> None:
     adapted = setup.step.lora
     trained = f"; adapters of rank {adapted.rank} are trained in their place" if adapted else ""
     metrics.say(
+        f"{sharding.describe(setup.model.config.mesh)}\n"
         f"model {setup.model.source}, {base.tree_bytes(setup.model.params) / 4e6:.1f}M parameters{trained}\n"
         f"{c.task.prompts_per_step} prompts x {c.task.group} completions a step, at most "
         f"{setup.limits.response} tokens each; {c.steps} steps\n"

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.rollout import (
     bandit,
     buckets,
@@ -31,14 +31,14 @@ def needs_costs(c) -> bool:
 
 def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy.Controller:
     """Make the controller that the config names; `table` where it `needs_costs`."""
-    r = c.rollout
+    r, devices = c.rollout, sharding.shards(setup.model.config.mesh)
     if r.controller == "off":
         return strategy.constant("off", base.PLAIN)
     if r.controller == "fixed":
         return strategy.constant("fixed", check.one_strategy(c, "rollout.strategy", r.strategy))
     if r.controller == "fastgrpo":
         return strategy.fastgrpo(
-            r.c_peak or costs.c_peak(table),
+            (r.c_peak or costs.c_peak(table)) * devices,
             n_max=r.n_max,
             depth_max=r.depth_max,
             width_max=r.width_max,
@@ -47,7 +47,8 @@ def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy
         )
 
     def cost(bucket, choice):
-        return costs.seconds(table, bucket, choice)
+        own = base.Bucket(bucket.rows // devices, bucket.slots)  # all devices work side by side
+        return costs.seconds(table, own, choice)
 
     given, frozen = check.strategies(c), r.timing == "frozen"
     arms = _arms(c, setup, table)
@@ -61,8 +62,13 @@ def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy
 def _arms(c, setup: setup_lib.Setup, table: costs.Table):
     drafters = ("ngram",) if setup.eagle is None else ("learned", "ngram")
     chains = c.rollout.verify == "rejection"
+    devices = sharding.shards(setup.model.config.mesh)
+
+    def fits(s: base.DraftStrategy) -> bool:  # a share would carry tokens from device to device
+        return (s.drawn or not chains) and (devices == 1 or not s.share)
+
     return functools.cache(
-        lambda rows: tuple(s for s in costs.arms(table, rows, drafters) if s.drawn or not chains)
+        lambda rows: tuple(s for s in costs.arms(table, rows // devices, drafters) if fits(s))
     )
 
 
@@ -70,7 +76,8 @@ def engine(c, setup: setup_lib.Setup, controller: strategy.Controller) -> engine
     """Lay out the rollout engine for what a controller may choose."""
     r = c.rollout
     total = c.task.prompts_per_step * c.task.group
-    rows = buckets.row_ladder(min(total, r.max_rows or total), r.row_buckets)
+    devices = sharding.shards(setup.model.config.mesh)
+    rows = buckets.row_ladder(min(total, r.max_rows or total), r.row_buckets, devices)
     choices = [choice for size in rows for choice in controller.possible(size)]
     draft_vocab.check(c.drafter.vocab, choices, "drafter.vocab")
     if r.verify == "rejection":
@@ -117,20 +124,24 @@ def _check_chains(c, choices) -> None:
 def weights(
     c, setup: setup_lib.Setup, state: base.TrainState, counts: dict[str, int]
 ) -> speculate.Weights:
-    """Give a rollout its weights; a narrower compute dtype is cast to once per rollout.
+    """Give a rollout its weights: cast to a narrower compute dtype, and brought into the
+    rollout's layout, in one program once per rollout.
 
     `counts` of the tokens emitted so far rank the draft vocabulary.
     """
     dtype, adapted = jnp.dtype(setup.model.config.dtype), setup.step.lora
     policy, drafter = step.merged(adapted, state) if adapted else state.params, state.drafter
-    if {x.dtype for x in jax.tree.leaves((policy, drafter))} != {dtype}:
-        policy, drafter = decode.cast((policy, drafter), dtype)
-    made = speculate.Weights(policy, drafter, None, jnp.float32(c.rollout.draft_tau))
+    mesh = setup.model.config.mesh
+    kinds = {x.dtype for x in jax.tree.leaves((policy, drafter))}
+    if kinds != {dtype} or sharding.gathers(mesh):
+        policy, drafter = decode.cast((policy, drafter), dtype, mesh)
+    tau = sharding.put(mesh, jnp.float32(c.rollout.draft_tau))
+    made = speculate.Weights(policy, drafter, None, tau)
     size, vocab = c.drafter.vocab, setup.model.config.vocab
     if setup.eagle is None or not 0 < size < vocab:
         return made
     ids = draft_vocab.rank(counts, size, vocab, setup.model.stop_tokens)
-    return decode.with_draft_vocab(made, ids)
+    return decode.with_draft_vocab(made, ids, mesh)
 
 
 def looks_back(c, engine: engine_lib.Engine, controller: strategy.Controller) -> bool:
@@ -142,9 +153,10 @@ def looks_back(c, engine: engine_lib.Engine, controller: strategy.Controller) ->
 def recall(c, engine: engine_lib.Engine, said: corpus.Corpus, prompts) -> draft_ngram.Earlier:
     """Lay out earlier answers to the prompts of a rollout."""
     r = c.rollout
-    return corpus.recall(
+    earlier = corpus.recall(
         said, prompts, answers=r.ngram_earlier, tail=r.ngram_max, width=engine.max_length
     )
+    return sharding.put(engine.spec.policy.mesh, earlier)
 
 
 def remember(c, said: corpus.Corpus, prompts, batch: base.RolloutBatch) -> corpus.Corpus:

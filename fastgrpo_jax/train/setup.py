@@ -4,13 +4,14 @@ Everything that can be refused is refused here, before any work: numbers first, 
 rewards, then the model.
 """
 
+import dataclasses
 import hashlib
 import pathlib
 from typing import NamedTuple
 
 import jax
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import eagle, eagle_file, load, lora
 from fastgrpo_jax.rollout import (
     buckets,
@@ -54,6 +55,7 @@ def prepare(c) -> Setup:
       UserError: naming the field, its value and what is allowed.
     """
     check.numbers(c)
+    mesh = sharding.mesh_for(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
     losses = _losses(c)
     check.one_strategy(c, "rollout.strategy", c.rollout.strategy)
     check.strategies(c)
@@ -66,7 +68,9 @@ def prepare(c) -> Setup:
     )
     functions = rewards.load_rewards(c.reward.functions, c.reward.weights)
     model = load.load(c.model.name, c.model.dtype, c.seed, c.model.attention)
+    model = model._replace(config=dataclasses.replace(model.config, mesh=mesh))
     head, drafter, counts = _drafter(c, model.config)
+    sharding.check(mesh, model.config, head)
     rendering = data.Rendering(
         model.tokenizer,
         c.task.system,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import head, layers, policy
 from fastgrpo_jax.models import lora as lora_lib
 from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
@@ -92,14 +92,17 @@ def init_state(
     drafter_params: base.Params = None,
     adapters: base.Params = None,
 ) -> base.TrainState:
-    """Make the first state: masters in float32 (float64 for a float64 model), moments 0.
+    """Make the first state: masters in float32 (float64 for a float64 model), moments 0; under a
+    mesh each device has its part.
 
     The arrays given belong to the state from then on, and the first step donates them. The
     reference policy is a copy of `params`, kept only if the loss has a KL term. With LoRA,
     `adapters` are the masters, and `params` have the compute dtype.
     """
-    wide = layers.at_least_float32(config.policy.dtype)
+    wide, mesh = layers.at_least_float32(config.policy.dtype), config.policy.mesh
     dtype = jnp.dtype(config.policy.dtype) if config.lora else wide
+    placed = sharding.put_params(mesh, (params, drafter_params, adapters))
+    params, drafter_params, adapters = placed
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
     adapters = jax.tree.map(lambda x: jnp.asarray(x, wide), adapters)
     trained = {} if config.freeze else adapters if config.lora else params
@@ -117,11 +120,19 @@ def init_state(
         else None,
         adapters=adapters,
     )
-    if drafter is None:
-        return state
-    return state._replace(
-        drafter_opt_state=optim.make_optimizer(config.drafter_optim).init(drafter)
-    )
+    if drafter is not None:
+        moments = optim.make_optimizer(config.drafter_optim).init(drafter)
+        state = state._replace(drafter_opt_state=moments)
+    return sharding.put_params(mesh, state)
+
+
+def place(config: StepConfig, batch: StepBatch) -> StepBatch:
+    """Give each device its rows of a batch, filled up with rows that contribute nothing."""
+    mesh = config.policy.mesh
+    if mesh is None:
+        return batch
+    missing = -batch.tokens.shape[0] % (sharding.shards(mesh) * config.micro_batches)
+    return sharding.put_rows(mesh, layout.fill(batch, missing))
 
 
 def make_train_step(config: StepConfig):
@@ -154,22 +165,21 @@ def gradients(
     frozen = _Frozen(state.params if config.lora else None, state.reference)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
+    mesh = config.policy.mesh
     if parts == 1:
         grads, terms = grad(trained, frozen, batch, places)
-        return *grads, terms, places
+        return *sharding.trained(mesh, grads), terms, places
 
     def accumulate(total, part):
         grads, terms = grad(trained, frozen, *part)
-        return jax.tree.map(jnp.add, total, grads), terms
-
-    def split(x):
-        return x.reshape(parts, rows // parts, *x.shape[1:])
+        return sharding.trained(mesh, jax.tree.map(jnp.add, total, grads)), terms
 
     def join(x):
-        return jnp.sum(x) if x.ndim == 1 else x.reshape(rows, *x.shape[2:])
+        return jnp.sum(x) if x.ndim == 1 else sharding.unparts(mesh, x)
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    grads, terms = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, places)))
+    split = sharding.parts(mesh, (batch, places), parts)
+    grads, terms = jax.lax.scan(accumulate, zeros, split)
     return *grads, jax.tree.map(join, terms), places
 
 
@@ -210,7 +220,9 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
             "drafter/skipped": ~new.applied,
             "drafter/steps": state.drafter_steps,
         }
-    return state, {name: value.astype(jnp.float32) for name, value in metrics.items()}
+    metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
+    mesh = config.policy.mesh
+    return sharding.trained(mesh, state), sharding.whole(mesh, metrics)
 
 
 def _policy_update(config: StepConfig, state: base.TrainState, grads, terms: Terms) -> optim.Update:
@@ -309,9 +321,14 @@ def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> 
     ahead, targets, temperature = flat
     if hidden is not None:
         hidden = hidden.reshape(ahead.shape[0], *hidden.shape[2:])
-    scores = head.score(
-        ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
-    )
+    mesh, own = config.policy.mesh, (ahead, targets, temperature, hidden)
+    table = sharding.gathered(mesh, {"head": policy.head_table(params)})["head"]
+
+    def score(table, own):
+        ahead, targets, temperature, hidden = own
+        return head.score(ahead, table, targets, temperature, config.head_chunk, hidden)
+
+    scores = sharding.by_rows(mesh, score, table, own)
     return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
 
 

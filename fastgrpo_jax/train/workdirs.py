@@ -14,6 +14,7 @@ HARMLESS = (
     "log.",
     "checkpoint.",
     "compilation_cache",
+    "mesh.",
     "reward.on_error",
     "task.overlong_prompt",
 )

@@ -1,0 +1,383 @@
+"""Where arrays lie on several devices: the mesh, and one table of parameters for each layout.
+
+The mesh has three axes. Rows of batches and of rollouts are cut along `data` and `fsdp` together;
+in training the parameters and their moments are cut along `fsdp` too, and each layer gathers its
+own when it is read. Heads, the feed-forward's units and the vocabulary are cut along `tensor`.
+A rollout reads its weights at every token, so its layout gathers `fsdp` once, before it begins.
+
+Axes are Auto: programs say where rows and weights lie, the compiler sees to the rest. Without a
+mesh (None: one device) every function here gives back what it was given.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fastgrpo_jax import base
+
+AXES = DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+ROWS = (DATA, FSDP)  # what rows are cut along
+
+Table = tuple[tuple[str, PartitionSpec], ...]
+
+# What a parameter's path ends with, and the axes of its dimensions. The policy's, the drafters',
+# and what an optimiser keeps beside the moments, whose paths end like their parameters'.
+TRAINING: Table = tuple(
+    (name, PartitionSpec(*axes))
+    for name, axes in (
+        (r"embed|head", (TENSOR, FSDP)),
+        (r"attn/[qkv]/kernel", (FSDP, TENSOR)),
+        (r"attn/[qkv]/bias", (TENSOR,)),
+        (r"attn/o/kernel", (TENSOR, FSDP)),
+        (r"attn/o/bias", ()),
+        (r"(feature_|hidden_)?mlp/(gate|up)/kernel", (FSDP, TENSOR)),
+        (r"(feature_|hidden_)?mlp/down/kernel", (TENSOR, FSDP)),
+        (r"fuse_(gate|up)/kernel", (FSDP, TENSOR)),
+        (r"fuse_down/kernel", (TENSOR, FSDP)),
+        (r"(fc|merge)/kernel", (FSDP,)),
+        (r"(\w+_)?norm/scale", ()),
+        (r"(q|k|v|gate|up)/a", (FSDP,)),  # adapters of LoRA: as their kernels, the rank whole
+        (r"(q|k|v|gate|up)/b", (None, TENSOR)),
+        (r"(o|down)/a", (TENSOR,)),
+        (r"(o|down)/b", (None, FSDP)),
+        (r"step|drafter_steps|count|ns_coeffs", ()),
+    )
+)
+ROLLOUT: Table = tuple(
+    (name, PartitionSpec(*(None if axis == FSDP else axis for axis in spec)))
+    for name, spec in TRAINING
+)
+
+
+def mesh_for(data: int, fsdp: int, tensor: int) -> Mesh | None:
+    """Lay the devices out as data x fsdp x tensor; -1, once, takes what is left. One device: None.
+
+    Raises:
+      UserError: if the product is not the number of devices.
+    """
+    sizes, devices = [data, fsdp, tensor], jax.device_count()
+    for name, size in zip(AXES, sizes):
+        if size < 1 and size != -1:
+            raise base.UserError(f"mesh.{name} is {size}; allowed: 1 or more, or -1 for the rest")
+    if sizes.count(-1) > 1:
+        raise base.UserError(f"mesh.* is {tuple(sizes)}; allowed: -1 for one axis only")
+    known = -data * fsdp * tensor if -1 in sizes else data * fsdp * tensor
+    if -1 in sizes and devices % known == 0:
+        sizes[sizes.index(-1)] = devices // known
+    elif known != devices:
+        raise base.UserError(
+            f"mesh.data x mesh.fsdp x mesh.tensor is {data} x {fsdp} x {tensor}; allowed: a product "
+            f"of {devices}, the devices here, or -1 for one axis if the others divide {devices}"
+        )
+    if devices == 1:
+        return None
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def check(mesh: Mesh | None, policy: base.PolicyConfig, drafter: base.EagleConfig | None) -> None:
+    """Check that a policy and its drafter can be cut.
+
+    Key and value heads need not divide; their projections are then cut through heads.
+
+    Raises:
+      UserError: naming the axis, its size and the dimension.
+    """
+    if mesh is None:
+        return
+    for part, c in (("model", policy), ("drafter", drafter)):
+        if c is None:
+            continue
+        cut = {
+            TENSOR: {"heads": c.heads, "units of the feed-forward": c.ffn,
+                     "numbers of a key": c.kv_heads * c.head_dim},
+            FSDP: {"hidden dimensions": c.hidden},
+        }  # fmt: skip
+        if c is policy:
+            cut[TENSOR]["ids of the vocabulary"] = c.vocab
+        for axis, sizes in cut.items():
+            for name, size in sizes.items():
+                if size % mesh.shape[axis]:
+                    raise base.UserError(
+                        f"mesh.{axis} is {mesh.shape[axis]}, but the {part} has {size} {name}; "
+                        f"allowed: divisors of {size}"
+                    )
+
+
+def describe(mesh: Mesh | None) -> str:
+    """Say what a run is spread over."""
+    if mesh is None:
+        return "one device"
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return f"mesh {sizes}: {mesh.size} devices ({mesh.devices.flat[0].device_kind})"
+
+
+def shards(mesh: Mesh | None) -> int:
+    """Count the parts that rows are cut into."""
+    return 1 if mesh is None else mesh.shape[DATA] * mesh.shape[FSDP]
+
+
+def gathers(mesh: Mesh | None) -> bool:
+    """Say whether the two layouts differ."""
+    return mesh is not None and mesh.shape[FSDP] > 1
+
+
+# Shardings: where the leaves of a tree are to lie.
+
+
+def everywhere(mesh: Mesh | None) -> NamedSharding | None:
+    """Put an array whole on every device."""
+    return None if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def on(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    """Cut dimensions along axes. Written as the compiler writes it, without axes of size 1 and
+    without what follows the last cut, so that equal shardings compare as equal."""
+    found = []
+    for axis in axes:
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        names = tuple(name for name in names if mesh.shape[name] > 1)
+        found.append(names[0] if len(names) == 1 else names or None)
+    while found and found[-1] is None:
+        found.pop()
+    return NamedSharding(mesh, PartitionSpec(*found))
+
+
+def spec_of(path: str, table: Table) -> PartitionSpec:
+    """Look up a parameter, such as `layer_0/attn/q/kernel`, or its moments.
+
+    Raises:
+      ValueError: if not exactly one row of the table fits it.
+    """
+    found = [spec for name, spec in table if re.search(rf"(^|/)({name})$", path)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} rows of the sharding table fit the parameter {path!r}")
+    return found[0]
+
+
+def of_params(mesh: Mesh, tree: Any, table: Table = TRAINING) -> Any:
+    """Find the sharding of every leaf of parameters, optimiser states or a `TrainState`."""
+
+    def one(path, _):
+        names = (str(getattr(x, "key", getattr(x, "name", getattr(x, "idx", "")))) for x in path)
+        return on(mesh, *spec_of("/".join(names), table))
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def of_seats(mesh: Mesh, tree: Any) -> Any:
+    """Find the sharding of what each row of a bucket keeps: by rows; keys and values, [B, K, S, H],
+    also by heads where they divide."""
+
+    def one(x):
+        heads = TENSOR if x.ndim == 4 and x.shape[1] % mesh.shape[TENSOR] == 0 else None
+        return on(mesh, ROWS, heads)
+
+    return jax.tree.map(one, tree)
+
+
+def of_rollout(mesh: Mesh, state: base.RolloutState) -> base.RolloutState:
+    """Find the shardings of a rollout: memory by rows, what was said whole, for any row may move."""
+    whole = everywhere(mesh)
+    return base.RolloutState(
+        jax.tree.map(lambda _: whole, state.sequences),
+        whole,
+        of_seats(mesh, state.cache),
+        of_seats(mesh, state.draft),
+    )
+
+
+# Placing, outside of programs.
+
+
+def put(mesh: Mesh | None, tree: Any) -> Any:
+    """Put host arrays on the devices, whole on each."""
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, tree)
+    return jax.device_put(tree, everywhere(mesh))
+
+
+def put_rows(mesh: Mesh | None, tree: Any) -> Any:
+    """Give each device its rows; their number divides by `shards`."""
+    if mesh is None:
+        return tree
+    return jax.device_put(tree, on(mesh, ROWS))
+
+
+def put_params(mesh: Mesh | None, tree: Any) -> Any:
+    """Give each device its part of parameters or of a `TrainState`, in the layout of training."""
+    if mesh is None:
+        return tree
+    return jax.device_put(tree, of_params(mesh, tree))
+
+
+def shapes(mesh: Mesh | None, tree: Any, where: Any = None) -> Any:
+    """Describe arrays for ahead-of-time compiling: placed as they are, or as `where` says."""
+    if mesh is None:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    where = jax.tree.map(lambda x: x.sharding, tree) if where is None else where
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
+    )
+
+
+# Constraints, inside of programs.
+
+
+def whole(mesh: Mesh | None, tree: Any) -> Any:
+    """Ask for arrays whole on every device."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, everywhere(mesh))
+
+
+def rows(mesh: Mesh | None, tree: Any) -> Any:
+    """Ask for arrays cut by rows; what does not divide is left to the compiler."""
+    if mesh is None or _alone():
+        return tree
+
+    def one(x):
+        if x.shape[0] % shards(mesh):
+            return x
+        return jax.lax.with_sharding_constraint(x, on(mesh, ROWS))
+
+    return jax.tree.map(one, tree)
+
+
+def seats(mesh: Mesh | None, tree: Any) -> Any:
+    """Ask for what each row of a bucket keeps to lie `of_seats`."""
+    return tree if mesh is None else _constrain(tree, of_seats(mesh, tree))
+
+
+def rollout(mesh: Mesh | None, state: base.RolloutState) -> base.RolloutState:
+    """Ask for a rollout's state to lie `of_rollout`."""
+    return state if mesh is None else _constrain(state, of_rollout(mesh, state))
+
+
+def gathered(mesh: Mesh | None, params: Any) -> Any:
+    """Ask for parameters in the layout of the rollout."""
+    if mesh is None or _alone():
+        return params
+    return _constrain(params, of_params(mesh, params, ROLLOUT))
+
+
+def trained(mesh: Mesh | None, state: Any) -> Any:
+    """Ask for parameters, their gradients or a `TrainState` in the layout of training."""
+    return state if mesh is None else _constrain(state, of_params(mesh, state))
+
+
+def _constrain(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def parts(mesh: Mesh | None, tree: Any, count: int) -> Any:
+    """Cut N rows into `count` parts, [count, N / count, ...]; every part has rows of every device."""
+    cut = shards(mesh)
+
+    def one(x):
+        if cut == 1:
+            return x.reshape(count, x.shape[0] // count, *x.shape[1:])
+        x = x.reshape(cut, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        x = x.reshape(count, -1, *x.shape[3:])
+        return jax.lax.with_sharding_constraint(x, on(mesh, None, ROWS))
+
+    return jax.tree.map(one, tree)
+
+
+def unparts(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """Undo `parts`: [count, N / count, ...] to [N, ...]."""
+    if shards(mesh) > 1:
+        x = x.reshape(x.shape[0], shards(mesh), -1, *x.shape[2:]).swapaxes(0, 1)
+        return rows(mesh, x.reshape(-1, *x.shape[3:]))
+    return x.reshape(-1, *x.shape[2:])
+
+
+# Programs of which every device runs its own.
+
+
+def _alone() -> bool:
+    """Say whether this is traced `by_rows`: then rows are a device's own already."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def by_rows(mesh: Mesh | None, function: Callable, shared: Any, own: Any) -> Any:
+    """Compute function(shared, own) on each device's rows of `own`; results are rows as well.
+
+    So a loop over chunks of rows stays on a device, and the gradient of `shared` is summed over
+    devices once, not in every chunk. `shared` may still be cut along `tensor`.
+    """
+    if mesh is None:
+        return function(shared, own)
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(ROWS)),
+        out_specs=PartitionSpec(ROWS),
+        axis_names=set(ROWS),
+        check_vma=False,  # loops inside begin with constants, which do not vary yet
+    )(shared, own)
+
+
+def concatenate(mesh: Mesh | None, trees: tuple) -> Any:
+    """Join rows of several trees, on each device its own: all of one device's come first."""
+
+    def own(_, mine):
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *mine)
+
+    return by_rows(mesh, own, (), trees)
+
+
+def take(mesh: Mesh | None, tree: Any, index: jax.Array) -> Any:
+    """Take rows of arrays; an index beyond the last gives zeros. Row i may come from another device.
+
+    The devices' rows go round in a ring and each device keeps what it wants of those that come
+    by, so that none ever holds more than twice its own.
+    """
+    cut = shards(mesh)
+    if cut == 1:
+        return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="fill", fill_value=0), tree)
+    ring = [(i, (i - 1) % cut) for i in range(cut)]
+
+    def own(index, mine):
+        count = index.shape[0] // cut
+        me = jax.lax.axis_index(ROWS)
+        index = jax.lax.dynamic_slice_in_dim(index, me * count, count)
+
+        def look(i, carry):
+            visitor, found = carry
+
+            def keep(x, kept):
+                at = index - (me + i) % cut * x.shape[0]
+                hit = ((at >= 0) & (at < x.shape[0])).reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(hit, jnp.take(x, at, axis=0, mode="clip"), kept)
+
+            found = jax.tree.map(keep, visitor, found)
+            return jax.lax.ppermute(visitor, ROWS, ring), found
+
+        nothing = jax.tree.map(lambda x: jnp.zeros((count, *x.shape[1:]), x.dtype), mine)
+        return jax.lax.fori_loop(0, cut, look, (mine, nothing))[1]
+
+    return by_rows(mesh, own, index, tree)
+
+
+def by_heads(mesh: Mesh | None, function: Callable, heads: tuple, mask: Any) -> Any:
+    """Compute function(*heads, mask) on each device's rows [B, ...] and heads [B, K, ...].
+
+    For a kernel, which the compiler cannot cut. What does not divide is done by every device.
+    """
+    if mesh is None:
+        return function(*heads, mask)
+    count, kv = heads[0].shape[:2]
+    cut = None if _alone() or count % shards(mesh) else ROWS
+    each = PartitionSpec(cut, None if kv % mesh.shape[TENSOR] else TENSOR)
+    return jax.shard_map(
+        function,
+        mesh=None if _alone() else mesh,
+        in_specs=(*[each] * len(heads), PartitionSpec(cut)),
+        out_specs=each,
+        axis_names={TENSOR} if _alone() else set(AXES),
+        check_vma=False,  # a kernel does not say how its result varies
+    )(*heads, mask)
