@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from fastgrpo_jax import base
 from fastgrpo_jax.models import head, layers, policy
 from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
-from fastgrpo_jax.train.layout import Places, StepBatch
+from fastgrpo_jax.train.layout import Places, Rows, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,20 +199,20 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
     """Compute both losses of some sequences; returns their sum and the terms."""
     params, drafter = trained
     frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
+    rows = frame.rows(batch, places)
     taps = config.eagle.taps if config.eagle else ()
-    tapped, ahead = forward.read(frame, params, batch, places, config.remat, taps)
+    tapped, ahead = forward.read(config.policy, params, rows, config.remat, taps)
     drafts = None
     if drafter is not None:
         drafts = forward.draft(
-            frame, config.eagle, drafter, params["embed"], tapped, batch, places,
-            config.distill.unroll,
-        )  # fmt: skip
-    scores = _score(config, params, ahead, batch, places, drafts and drafts.hidden)
+            config.eagle, drafter, params["embed"], tapped, rows, config.distill.unroll
+        )
+    scores = _score(config, params, ahead, batch, places, rows, drafts)
     reference_logps = None
     if reference is not None:
-        ahead_reference = forward.read(frame, reference, batch, places, config.remat)[1]
+        ahead_reference = forward.read(config.policy, reference, rows, config.remat)[1]
         reference_logps = jax.lax.stop_gradient(
-            _score(config, reference, ahead_reference, batch, places, None).logps
+            _score(config, reference, ahead_reference, batch, places, rows).logps
         )
     old, ratio = _off_policy(config, scores.logps, batch, places)
     loss, terms = grpo.policy_loss(
@@ -226,11 +226,14 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
     )
     drafter_loss, acceptance = jnp.zeros_like(loss), None
     if drafter is not None:
+        unroll = config.distill.unroll
+        distance = distill.feature_distance(
+            drafts.next_feature, ahead, forward.drafted(rows, unroll)
+        )
         drafter_loss, acceptance = distill.drafter_loss(
-            drafts.next_feature,
-            jax.lax.stop_gradient(ahead),
+            layout.per_sequence(distance, places),
             scores.draft,
-            forward.unrolled_weights(places, config.distill.unroll),
+            forward.unrolled_weights(places, unroll),
             config.distill,
         )
     return loss + drafter_loss, Terms(
@@ -249,19 +252,18 @@ def _behaviour(batch: StepBatch, places: Places) -> Float[Array, "N R"]:
     return jnp.take_along_axis(batch.logps, places.position, axis=1)
 
 
-def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
+def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> head.Scores:
     """Score the response tokens of some rows; results are [N, R], of drafts [N, R, J]."""
-    shape = places.position.shape
-    targets = jnp.take_along_axis(batch.tokens, places.position, axis=1)
-    temperature = jnp.broadcast_to(batch.temperature[:, None], shape)
-    flat = (x.reshape(shape[0] * shape[1], *x.shape[2:]) for x in (ahead, targets, temperature))
-    ahead, targets, temperature = flat
-    if hidden is not None:
-        hidden = hidden.reshape(ahead.shape[0], *hidden.shape[2:])
+    temperature = batch.temperature[jnp.maximum(rows.sequence, 0)]
+    inputs = (ahead, rows.targets, temperature, drafts and drafts.hidden)
+    ahead, targets, temperature, hidden = jax.tree.map(
+        lambda x: x.reshape(-1, *x.shape[2:]), inputs
+    )
     scores = head.score(
         ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
     )
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
+    scores = jax.tree.map(lambda x: x.reshape(*rows.sequence.shape, *x.shape[1:]), scores)
+    return jax.tree.map(lambda x: layout.per_sequence(x, places), scores)
 
 
 def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:

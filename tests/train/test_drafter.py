@@ -1,5 +1,6 @@
 """The drafter's training forward, and its training alone on features that were kept."""
 
+import dataclasses
 import functools
 
 import jax
@@ -105,10 +106,12 @@ def test_unrolled_steps_are_chains_of_drafts_made_one_by_one(kind, group):
     b, c = batch(), config(kind, J, group)
     places = layout.locate(b, R, "grpo")
     kept = drafter.read(c, weights()[0], b)
-    found = forward.draft(
-        c.frame, c.eagle, weights(kind)[1], weights()[0]["embed"], kept.tapped, b, places, J
-    )
+    rows = c.frame.rows(b, places)
+    drafts = forward.draft(c.eagle, weights(kind)[1], weights()[0]["embed"], kept.tapped, rows, J)
+    found = [layout.per_sequence(x, places) for x in drafts]
     used = np.asarray(forward.unrolled_weights(places, J)) > 0
+    drafted = layout.per_sequence(forward.drafted(rows, J), places)
+    np.testing.assert_array_equal(used, drafted)
     seen = 0
     for n, (start, end) in enumerate(zip(b.prompt_length, b.length)):
         tokens = np.asarray(b.tokens[n])
