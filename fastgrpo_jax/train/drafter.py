@@ -110,7 +110,9 @@ def _study(config: Config, frozen: Frozen, params, lesson: Lesson):
         drafts.next_feature, lesson.ahead, forward.drafted(rows, unroll)
     )
     scores = jax.tree.map(lambda x: x.reshape(distance.shape), scores)
-    distance, scores = jax.tree.map(lambda x: layout.per_sequence(x, places), (distance, scores))
+    distance, scores = jax.tree.map(
+        lambda x: layout.per_sequence(x, rows, places), (distance, scores)
+    )
     weights = forward.unrolled_weights(places, unroll)
     loss, _ = distill.drafter_loss(distance, scores, weights, config.distill)
     return loss, scores, weights

@@ -1,21 +1,44 @@
 """How a batch lies in the training forward: a prompt once, then the responses of its group.
 
-A group answers one prompt, so its tokens need to be read once only: a row of the forward is
+A group answers one prompt, so its tokens need to be read once only: a padded row of the forward is
 
     prompt, padded to Lp | response 0, padded to R | response 1 | ... | response g - 1
 
 Every response sees the prompt and itself, and its positions go on where the prompt ended. With
 g = 1 this is a batch of single sequences. All g responses of a row attend over one another's
 padding in vain, so for long responses rows of their own are cheaper: see `responses_per_row`.
+
+Packed, a row is a bin that sequences of any groups share, each whole; so there is hardly any
+padding, and the cost follows the tokens. Which lies where is for the host to say: `packing.py`.
 """
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.train import grpo
+
+
+class Packed(NamedTuple):
+    """Where the sequences of a batch lie in bins of X places. The shapes depend on no length.
+
+    count: bins that are filled; the others come last and are never run.
+    sequence: whose token is at a place, of a shared prompt the first of those that share it;
+      -1: an empty place.
+    position: of the token in the sequence.
+    previous: the place before it in its sequence; -1 where there is none.
+    bin, start: where a sequence's response lies, in one piece; bin -1: it has none.
+    """
+
+    count: Int[Array, ""]
+    sequence: Int[Array, "bins X"]
+    position: Int[Array, "bins X"]
+    previous: Int[Array, "bins X"]
+    bin: Int[Array, " N"]
+    start: Int[Array, " N"]
 
 
 class StepBatch(NamedTuple):
@@ -27,6 +50,8 @@ class StepBatch(NamedTuple):
     temperature: that the row was sampled at; 0 counts as 1.
     kept: rows that the policy's loss is of; the others still teach the drafter. None: all.
     staleness: updates of the policy since the row was sampled. None: 0.
+    draft_ids: the draft vocabulary, among which the drafter is compared. None: all ids.
+    packed: how to pack the forward. None: rows are padded.
     """
 
     tokens: Int[Array, "N T"]
@@ -37,6 +62,8 @@ class StepBatch(NamedTuple):
     temperature: Float[Array, " N"]
     kept: Bool[Array, " N"] | None = None
     staleness: Int[Array, " N"] | None = None
+    draft_ids: Int[Array, " W"] | None = None
+    packed: Packed | None = None
 
 
 class Places(NamedTuple):
@@ -60,6 +87,8 @@ class Rows(NamedTuple):
     previous: the place that precedes each place in its sequence, which for a response's first
       token is the prompt's last; -1 where there is none.
     sequence: of each of the last S places, whose response token it holds; -1: of none.
+    spot: of each response token, the one of all A S places that holds it, and any for what is not
+      in these rows; None: they lie in order.
     """
 
     tokens: Int[Array, "A X"]
@@ -67,6 +96,7 @@ class Rows(NamedTuple):
     mask: Bool[Array, "A X X"]
     previous: Int[Array, "A X"]
     sequence: Int[Array, "A S"]
+    spot: Int[Array, "N R"] | None = None
 
     @property
     def before(self) -> Int[Array, "A S"]:
@@ -136,6 +166,33 @@ def padded(batch: StepBatch, places: Places, width: int, responses: int) -> Rows
     )
 
 
+def packed(batch: StepBatch, places: Places, index: Int[Array, ""], group: int) -> Rows:
+    """Lay out one bin of a packed batch, S = X; of a group it has the prompt once."""
+    pack, length = batch.packed, batch.packed.sequence.shape[1]
+    sequence, positions, previous = (
+        jax.lax.dynamic_slice_in_dim(x, index, 1)
+        for x in (pack.sequence, pack.position, pack.previous)
+    )
+    owner = jnp.maximum(sequence, 0)
+    part = jnp.where(positions < batch.prompt_length[owner], _PROMPT, owner)
+    part = jnp.where(sequence < 0, _NONE, part)
+    offset = jnp.arange(places.position.shape[1], dtype=jnp.int32)
+    return Rows(
+        tokens=batch.tokens[owner, positions],
+        positions=positions,
+        mask=_visible(owner // group, part, positions),
+        previous=previous,
+        sequence=jnp.where(part >= 0, sequence, -1),
+        spot=jnp.clip(pack.start[:, None] + offset, 0, length - 1),
+    )
+
+
+def only(places: Places, mine: Bool[Array, " N"]) -> Places:
+    """Leave out the response tokens of all other sequences."""
+    kept = (jnp.where(mine[:, None], x, 0) for x in (places.weights, places.drafter_weights))
+    return Places(places.position, places.mask & mine[:, None], *kept)
+
+
 _PROMPT, _NONE = -1, -2  # parts of a row that are no response's; nothing sees the places of none
 
 
@@ -157,7 +214,9 @@ def take(x: Float[Array, "A X E"], place: Int[Array, "A S"]) -> Float[Array, "A 
     return jnp.take_along_axis(x, jnp.maximum(place, 0)[..., None], axis=1)
 
 
-def per_sequence(x: Any, places: Places) -> Any:
+def per_sequence(x: Any, rows: Rows, places: Places) -> Any:
     """Bring what was found for the response tokens of rows back to the sequences: [A, S, ...] to
-    [N, R, ...]."""
-    return x.reshape(*places.position.shape, *x.shape[2:])
+    [N, R, ...]. What is not in these rows gets any numbers."""
+    if rows.spot is None:
+        return x.reshape(*places.position.shape, *x.shape[2:])
+    return x.reshape(-1, *x.shape[2:])[rows.spot]

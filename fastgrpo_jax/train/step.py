@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import head, layers, policy
-from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
+from fastgrpo_jax.train import distill, forward, grpo, layout, optim, parts, ratios
 from fastgrpo_jax.train.layout import Places, Rows, StepBatch
 
 
@@ -107,7 +107,7 @@ def make_train_step(config: StepConfig):
     `drafter/*` only with a drafter to train.
 
     Raises (when called):
-      base.UserError: the rows do not divide into the micro-batches.
+      base.UserError: the rows do not divide into the micro-batches, or are packed and split.
     """
     return jax.jit(functools.partial(_train_step, config), donate_argnums=0)
 
@@ -115,36 +115,20 @@ def make_train_step(config: StepConfig):
 def gradients(
     config: StepConfig, state: base.TrainState, batch: StepBatch
 ) -> tuple[base.Params, base.Params, Terms, Places]:
-    """Compute both gradients over the whole batch, micro-batch by micro-batch.
+    """Compute both gradients over the whole batch, micro-batch by micro-batch or bin by bin.
 
     Returns the policy's gradients, the drafter's (None without one to train), and the terms.
     """
-    rows, parts = batch.tokens.shape[0], config.micro_batches
-    if rows % parts:
-        raise base.UserError(
-            f"optim.micro_batches is {parts}, but a step has {rows} rows; allowed: divisors of {rows}"
-        )
     places = layout.locate(batch, config.max_response, config.loss.name)
     trained = (state.params, state.drafter if config.eagle else None)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
-    if parts == 1:
-        grads, terms = grad(trained, state.reference, batch, places)
-        return *grads, terms, places
-
-    def accumulate(total, part):
-        grads, terms = grad(trained, state.reference, *part)
-        return jax.tree.map(jnp.add, total, grads), terms
-
-    def split(x):
-        return x.reshape(parts, rows // parts, *x.shape[1:])
-
-    def join(x):
-        return jnp.sum(x) if x.ndim == 1 else x.reshape(rows, *x.shape[2:])
-
-    zeros = jax.tree.map(jnp.zeros_like, trained)
-    grads, terms = jax.lax.scan(accumulate, zeros, jax.tree.map(split, (batch, places)))
-    return *grads, jax.tree.map(join, terms), places
+    grad = functools.partial(grad, trained, state.reference)
+    if batch.packed:
+        grads, terms = parts.sum_bins(grad, batch, places, config.group, config.micro_batches)
+    else:
+        grads, terms = parts.sum_micro_batches(grad, batch, places, config.micro_batches)
+    return *grads, terms, places
 
 
 def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
@@ -195,11 +179,13 @@ def _synchronised(config: grpo.LossConfig, reference, params, step: Int[Array, "
     return jax.lax.cond(step % config.reference_sync_every == 0, mix, lambda: reference)
 
 
-def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places):
-    """Compute both losses of some sequences; returns their sum and the terms."""
+def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Places, rows=None):
+    """Compute both losses of some sequences, padded unless rows are given; returns their sum and
+    the terms."""
     params, drafter = trained
-    frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
-    rows = frame.rows(batch, places)
+    if rows is None:
+        frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
+        rows = frame.rows(batch, places)
     taps = config.eagle.taps if config.eagle else ()
     tapped, ahead = forward.read(config.policy, params, rows, config.remat, taps)
     drafts = None
@@ -231,14 +217,13 @@ def _losses(config: StepConfig, trained, reference, batch: StepBatch, places: Pl
             drafts.next_feature, ahead, forward.drafted(rows, unroll)
         )
         drafter_loss, acceptance = distill.drafter_loss(
-            layout.per_sequence(distance, places),
+            layout.per_sequence(distance, rows, places),
             scores.draft,
             forward.unrolled_weights(places, unroll),
             config.distill,
         )
-    return loss + drafter_loss, Terms(
-        loss, drafter_loss, acceptance, scores.logps, scores.entropy, terms
-    )
+    logps, entropy = (jnp.where(places.mask, x, 0) for x in (scores.logps, scores.entropy))
+    return loss + drafter_loss, Terms(loss, drafter_loss, acceptance, logps, entropy, terms)
 
 
 def _off_policy(config: StepConfig, logps, batch: StepBatch, places: Places):
@@ -259,11 +244,11 @@ def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> hea
     ahead, targets, temperature, hidden = jax.tree.map(
         lambda x: x.reshape(-1, *x.shape[2:]), inputs
     )
-    scores = head.score(
-        ahead, policy.head_table(params), targets, temperature, config.head_chunk, hidden
-    )
+    table, ids = policy.head_table(params), batch.draft_ids
+    count = None if rows.spot is None else jnp.sum(rows.sequence >= 0, dtype=jnp.int32)
+    scores = head.score(ahead, table, targets, temperature, config.head_chunk, hidden, ids, count)
     scores = jax.tree.map(lambda x: x.reshape(*rows.sequence.shape, *x.shape[1:]), scores)
-    return jax.tree.map(lambda x: layout.per_sequence(x, places), scores)
+    return jax.tree.map(lambda x: layout.per_sequence(x, rows, places), scores)
 
 
 def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:
