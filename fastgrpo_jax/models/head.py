@@ -6,6 +6,7 @@ are made again in the backward pass. All that anyone wants of a logit row is tak
 exists: the log-prob of a token, the entropy, and the drafter's target.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -46,12 +47,20 @@ def score(
     temperature: Float[Array, " n"],
     chunk: int,
     hidden: Float[Array, "n J E"] | None = None,
+    ids: Int[Array, " W"] | None = None,
+    count: Int[Array, ""] | None = None,
 ) -> Scores:
     """Score target tokens by the head, `chunk` tokens at a time.
 
     A temperature of 0 divides by 1, as in sampling. bfloat16 features give float32 scores.
+
+    Args:
+      hidden: the drafter's; its drafts are compared among all ids, or among `ids` alone.
+      count: tokens that are scored, the first ones; chunks after them cost nothing and give 0.
     """
-    return _in_chunks(_score_chunk, chunk, table, (features, targets, temperature, hidden))
+    few = None if ids is None else (jax.lax.stop_gradient(table)[ids], ids)
+    moving, fixed = (features, hidden), (targets, temperature)
+    return _in_chunks(_score_chunk, chunk, table, moving, fixed, few, count)
 
 
 def score_drafts(
@@ -67,23 +76,66 @@ def score_drafts(
     return _in_chunks(_draft_chunk, chunk, table, (features, hidden))
 
 
-def _in_chunks(function, chunk: int, table, inputs):
-    """Apply function(table, *inputs) to `chunk` tokens at a time, keeping no logits."""
-    count = inputs[0].shape[0]
-    chunk = min(chunk, count)
-    chunks = -(-count // chunk)
+def _in_chunks(function, chunk: int, table, moving, fixed=(), few=None, count=None):
+    """Apply function(table, moving, fixed, few) to `chunk` tokens at a time, keeping no logits."""
+    tokens = moving[0].shape[0]
+    chunk = min(chunk, tokens)
+    chunks = -(-tokens // chunk)
 
     def split(x):
-        x = jnp.pad(x, [(0, chunks * chunk - count)] + [(0, 0)] * (x.ndim - 1))
+        x = jnp.pad(x, [(0, chunks * chunk - tokens)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(chunks, chunk, *x.shape[1:])
 
-    # The scan itself keeps the two copies apart; guarding against CSE would only cost fusions.
-    one = jax.checkpoint(function, prevent_cse=False)
-    _, out = jax.lax.scan(lambda _, xs: (None, one(table, *xs)), None, jax.tree.map(split, inputs))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:count], out)
+    filled = chunks if count is None else -(-count // chunk)
+    out = _each_chunk(function, filled, table, *jax.tree.map(split, (moving, fixed)), few)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:tokens], out)
 
 
-def _score_chunk(table, features, targets, temperature, hidden) -> Scores:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _each_chunk(function, count, table, moving, fixed, few):
+    """Apply function to the first `count` chunks; gradients are those of table and moving.
+
+    They are written out because reverse mode goes through no loop of a length that is not known.
+    """
+
+    def one(i, out):
+        found = function(table, *_take(i, (moving, fixed)), few)
+        return jax.tree.map(lambda all, x: all.at[i].set(x), out, found)
+
+    shapes = jax.eval_shape(function, table, *_take(0, (moving, fixed)), few)
+    chunks = moving[0].shape[0]
+    out = jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), shapes)
+    return jax.lax.fori_loop(0, count, one, out)
+
+
+def _each_chunk_forward(function, *args):
+    return _each_chunk(function, *args), args
+
+
+def _each_chunk_backward(function, args, change):
+    """Make each chunk's logits again, and add up what the table gets of them."""
+    count, table, moving, fixed, few = args
+
+    def one(i, total):
+        own, rest = _take(i, (moving, fixed))
+        _, pull = jax.vjp(lambda table, own: function(table, own, rest, few), table, own)
+        of_table, of_own = pull(_take(i, change))
+        return total[0] + of_table, jax.tree.map(lambda all, x: all.at[i].set(x), total[1], of_own)
+
+    zeros = jax.tree.map(jnp.zeros_like, (table, moving))
+    of_table, of_moving = jax.lax.fori_loop(0, count, one, zeros)
+    return None, of_table, of_moving, None, None
+
+
+_each_chunk.defvjp(_each_chunk_forward, _each_chunk_backward)
+
+
+def _take(i, x):
+    return jax.tree.map(lambda x: x[i], x)
+
+
+def _score_chunk(table, moving, fixed, few) -> Scores:
+    (features, hidden), (targets, temperature) = moving, fixed
     logits = policy.logits(features, table)
     scaled = logits / jnp.where(temperature == 0, 1, temperature).astype(logits.dtype)[:, None]
     # A masked sum instead of a gather: its gradient is a fused select, not a scatter.
@@ -94,10 +146,14 @@ def _score_chunk(table, features, targets, temperature, hidden) -> Scores:
     entropy = frozen_norm - jnp.sum(jnp.exp(frozen - frozen_norm[:, None]) * frozen, axis=1)
     if hidden is None:
         return Scores(logps, entropy, None)
-    return Scores(logps, entropy, _compare(table, logits, hidden))
+    if few is None:
+        return Scores(logps, entropy, _compare(table, logits, hidden))
+    few_rows, ids = few
+    return Scores(logps, entropy, _compare(few_rows, logits[:, ids], hidden))
 
 
-def _draft_chunk(table, features, hidden) -> DraftScores:
+def _draft_chunk(table, moving, fixed, few) -> DraftScores:
+    features, hidden = moving
     return _compare(table, policy.logits(features, table), hidden)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import head, layers
@@ -59,30 +59,24 @@ class DistillConfig:
 
 
 def drafter_loss(
-    next_feature: Float[Array, "N R J E"],
-    feature: Float[Array, "N R E"],
+    distance: Float[Array, "N R J"],
     draft: head.DraftScores,
     weights: Float[Array, "N R J"],
     config: DistillConfig,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Compute the drafter's loss over the response places of a batch, and 1 - tv of step 1.
 
-        loss = sum of weight * decay^j * (feature_weight SmoothL1(next_feature, feature)
-                                          + token_weight token_loss)
+        loss = sum of weight * decay^j * (feature_weight distance + token_weight token_loss)
 
     Args:
-      next_feature: the drafter's estimates from the pair two before the response token.
-      feature: the policy's feature one before the token, without a gradient.
+      distance: between the drafter's estimates, made from the pair two before the response token,
+        and the policy's feature one before it; see `feature_distance`.
       draft: what was kept of the drafter's distributions of the token, [N, R, J] each.
       weights: the token mean of each sequence, then the mean over sequences; 0 where there
         is nothing to predict, and there the other arguments may hold NaN.
     """
     mask = weights > 0
-    distance = smooth_l1(
-        jnp.where(mask[..., None], next_feature, 0),
-        jnp.where(mask[..., None], feature[:, :, None], 0),
-    )
-    ce, tv = (jnp.where(mask, x, 0) for x in draft)
+    distance, ce, tv = (jnp.where(mask, x, 0) for x in (distance, *draft))
     if config.token_loss == "ce":
         token = ce
     elif config.token_loss == "tv":
@@ -96,6 +90,19 @@ def drafter_loss(
     loss = config.feature_weight * distance + config.token_weight * token
     acceptance = jnp.sum(weights[..., 0] * (1 - tv[..., 0]))
     return jnp.sum(weights * scale.astype(loss.dtype) * loss), jax.lax.stop_gradient(acceptance)
+
+
+def feature_distance(
+    next_feature: Float[Array, "A S J E"],
+    feature: Float[Array, "A S E"],
+    mask: Bool[Array, "A S J"],
+) -> Float[Array, "A S J"]:
+    """Compute SmoothL1 between estimates and the policy's features, which get no gradient.
+
+    Where masked it is 0, and the arguments may hold NaN.
+    """
+    feature = jax.lax.stop_gradient(feature)[:, :, None]
+    return smooth_l1(*(jnp.where(mask[..., None], x, 0) for x in (next_feature, feature)))
 
 
 def smooth_l1(a: Float[Array, "*b E"], b: Float[Array, "*b E"]) -> Float[Array, "*b"]:

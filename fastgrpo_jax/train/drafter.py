@@ -23,7 +23,7 @@ class Lesson(NamedTuple):
 
     batch: StepBatch
     tapped: Float[Array, "A X F"]
-    ahead: Float[Array, "N R E"]
+    ahead: Float[Array, "A S E"]
 
 
 class Frozen(NamedTuple):
@@ -65,7 +65,8 @@ def freeze(params: base.Params, ids: Int[Array, " W"] | None = None) -> Frozen:
 def read(config: Config, params: base.Params, batch: StepBatch) -> Lesson:
     """Run the policy over a batch and keep its features."""
     places = layout.locate(batch, config.frame.max_response, "grpo")
-    found = forward.read(config.frame, params, batch, places, taps=config.eagle.taps)
+    rows = config.frame.rows(batch, places)
+    found = forward.read(config.frame.policy, params, rows, taps=config.eagle.taps)
     return Lesson(batch, *found)
 
 
@@ -96,19 +97,22 @@ def examine(
 def _study(config: Config, frozen: Frozen, params, lesson: Lesson):
     batch, unroll = lesson.batch, config.distill.unroll
     places = layout.locate(batch, config.frame.max_response, "grpo")
-    drafts = forward.draft(
-        config.frame, config.eagle, params, frozen.embed, lesson.tapped, batch, places, unroll
-    )
-    count, spots = places.position.shape
+    rows = config.frame.rows(batch, places)
+    drafts = forward.draft(config.eagle, params, frozen.embed, lesson.tapped, rows, unroll)
+    spots = rows.sequence.size
     scores = head.score_drafts(
-        lesson.ahead.reshape(count * spots, -1),
+        lesson.ahead.reshape(spots, -1),
         frozen.head,
-        drafts.hidden.reshape(count * spots, unroll, -1),
+        drafts.hidden.reshape(spots, unroll, -1),
         config.head_chunk,
     )
-    scores = jax.tree.map(lambda x: x.reshape(count, spots, unroll), scores)
-    weights = forward.unrolled_weights(places, unroll)
-    loss, _ = distill.drafter_loss(
-        drafts.next_feature, lesson.ahead, scores, weights, config.distill
+    distance = distill.feature_distance(
+        drafts.next_feature, lesson.ahead, forward.drafted(rows, unroll)
     )
+    scores = jax.tree.map(lambda x: x.reshape(distance.shape), scores)
+    distance, scores = jax.tree.map(
+        lambda x: layout.per_sequence(x, rows, places), (distance, scores)
+    )
+    weights = forward.unrolled_weights(places, unroll)
+    loss, _ = distill.drafter_loss(distance, scores, weights, config.distill)
     return loss, scores, weights

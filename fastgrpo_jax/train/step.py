@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import head, layers, policy
 from fastgrpo_jax.models import lora as lora_lib
-from fastgrpo_jax.train import distill, forward, grpo, layout, optim, ratios
-from fastgrpo_jax.train.layout import Places, StepBatch
+from fastgrpo_jax.train import distill, forward, grpo, layout, optim, parts, ratios
+from fastgrpo_jax.train.layout import Places, Rows, StepBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,9 @@ def place(config: StepConfig, batch: StepBatch) -> StepBatch:
     if mesh is None:
         return batch
     missing = -batch.tokens.shape[0] % (sharding.shards(mesh) * config.micro_batches)
-    return sharding.put_rows(mesh, layout.fill(batch, missing))
+    ids = sharding.put(mesh, batch.draft_ids)
+    rows = layout.fill(batch._replace(draft_ids=None), missing)
+    return sharding.put_rows(mesh, rows)._replace(draft_ids=ids)
 
 
 def make_train_step(config: StepConfig):
@@ -143,7 +145,7 @@ def make_train_step(config: StepConfig):
     `drafter/*` only with a drafter to train.
 
     Raises (when called):
-      base.UserError: the rows do not divide into the micro-batches.
+      base.UserError: the rows do not divide into the micro-batches, or are packed and split.
     """
     return jax.jit(functools.partial(_train_step, config), donate_argnums=0)
 
@@ -151,36 +153,22 @@ def make_train_step(config: StepConfig):
 def gradients(
     config: StepConfig, state: base.TrainState, batch: StepBatch
 ) -> tuple[base.Params, base.Params, Terms, Places]:
-    """Compute both gradients over the whole batch, micro-batch by micro-batch.
+    """Compute both gradients over the whole batch, micro-batch by micro-batch or bin by bin.
 
     Returns the policy's gradients, the drafter's (None without one to train), and the terms.
     """
-    rows, parts = batch.tokens.shape[0], config.micro_batches
-    if rows % parts:
-        raise base.UserError(
-            f"optim.micro_batches is {parts}, but a step has {rows} rows; allowed: divisors of {rows}"
-        )
     places = layout.locate(batch, config.max_response, config.loss.name)
     trained = (state.trained, state.drafter if config.eagle else None)
     frozen = _Frozen(state.params if config.lora else None, state.reference)
     # Differentiating the sum is safe for the policy: no path leads from it to drafter_loss.
     grad = jax.grad(functools.partial(_losses, config), has_aux=True)
+    grad = functools.partial(grad, trained, frozen)
     mesh = config.policy.mesh
-    if parts == 1:
-        grads, terms = grad(trained, frozen, batch, places)
-        return *sharding.trained(mesh, grads), terms, places
-
-    def accumulate(total, part):
-        grads, terms = grad(trained, frozen, *part)
-        return sharding.trained(mesh, jax.tree.map(jnp.add, total, grads)), terms
-
-    def join(x):
-        return jnp.sum(x) if x.ndim == 1 else sharding.unparts(mesh, x)
-
-    zeros = jax.tree.map(jnp.zeros_like, trained)
-    split = sharding.parts(mesh, (batch, places), parts)
-    grads, terms = jax.lax.scan(accumulate, zeros, split)
-    return *grads, jax.tree.map(join, terms), places
+    if batch.packed:
+        grads, terms = parts.sum_bins(grad, batch, places, config.group, config.micro_batches)
+    else:
+        grads, terms = parts.sum_micro_batches(grad, batch, places, config.micro_batches, mesh)
+    return *grads, terms, places
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -252,8 +240,11 @@ class _Frozen(NamedTuple):
     reference: base.Params
 
 
-def _losses(config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, places: Places):
-    """Compute both losses of some sequences; returns their sum and the terms."""
+def _losses(
+    config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, places: Places, rows=None
+):
+    """Compute both losses of some sequences, padded unless rows are given; returns their sum and
+    the terms."""
     params, drafter = trained
     if config.freeze:
         params = jax.lax.stop_gradient(params)
@@ -261,21 +252,28 @@ def _losses(config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, plac
     if config.lora:
         adapters, params = lora_lib.scaled(config.lora, params), frozen.params
         reference = params if config.loss.kl_beta > 0 else None
-    frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
+    if rows is None:
+        frame = forward.Frame(config.policy, config.group, config.max_prompt, config.max_response)
+        rows = frame.rows(batch, places)
     taps = config.eagle.taps if config.eagle else ()
-    tapped, ahead = forward.read(frame, params, batch, places, config.remat, taps, adapters)
+    tapped, ahead = forward.read(config.policy, params, rows, config.remat, taps, adapters)
     drafts = None
     if drafter is not None:
         drafts = forward.draft(
-            frame, config.eagle, drafter, params["embed"], tapped, batch, places,
+            config.eagle,
+            drafter,
+            params["embed"],
+            tapped,
+            rows,
             config.distill.unroll,
-        )  # fmt: skip
-    scores = _score(config, params, ahead, batch, places, drafts and drafts.hidden)
+            config.policy.mesh,
+        )
+    scores = _score(config, params, ahead, batch, places, rows, drafts)
     reference_logps = None
     if reference is not None:
-        ahead_reference = forward.read(frame, reference, batch, places, config.remat)[1]
+        ahead_reference = forward.read(config.policy, reference, rows, config.remat)[1]
         reference_logps = jax.lax.stop_gradient(
-            _score(config, reference, ahead_reference, batch, places, None).logps
+            _score(config, reference, ahead_reference, batch, places, rows).logps
         )
     old, ratio = _off_policy(config, scores.logps, batch, places)
     loss, terms = grpo.policy_loss(
@@ -289,16 +287,18 @@ def _losses(config: StepConfig, trained, frozen: _Frozen, batch: StepBatch, plac
     )
     drafter_loss, acceptance = jnp.zeros_like(loss), None
     if drafter is not None:
+        unroll = config.distill.unroll
+        distance = distill.feature_distance(
+            drafts.next_feature, ahead, forward.drafted(rows, unroll)
+        )
         drafter_loss, acceptance = distill.drafter_loss(
-            drafts.next_feature,
-            jax.lax.stop_gradient(ahead),
+            layout.per_sequence(distance, rows, places),
             scores.draft,
-            forward.unrolled_weights(places, config.distill.unroll),
+            forward.unrolled_weights(places, unroll),
             config.distill,
         )
-    return loss + drafter_loss, Terms(
-        loss, drafter_loss, acceptance, scores.logps, scores.entropy, terms
-    )
+    logps, entropy = (jnp.where(places.mask, x, 0) for x in (scores.logps, scores.entropy))
+    return loss + drafter_loss, Terms(loss, drafter_loss, acceptance, logps, entropy, terms)
 
 
 def _off_policy(config: StepConfig, logps, batch: StepBatch, places: Places):
@@ -312,24 +312,23 @@ def _behaviour(batch: StepBatch, places: Places) -> Float[Array, "N R"]:
     return jnp.take_along_axis(batch.logps, places.position, axis=1)
 
 
-def _score(config: StepConfig, params, ahead, batch, places: Places, hidden) -> head.Scores:
+def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> head.Scores:
     """Score the response tokens of some rows; results are [N, R], of drafts [N, R, J]."""
-    shape = places.position.shape
-    targets = jnp.take_along_axis(batch.tokens, places.position, axis=1)
-    temperature = jnp.broadcast_to(batch.temperature[:, None], shape)
-    flat = (x.reshape(shape[0] * shape[1], *x.shape[2:]) for x in (ahead, targets, temperature))
-    ahead, targets, temperature = flat
-    if hidden is not None:
-        hidden = hidden.reshape(ahead.shape[0], *hidden.shape[2:])
-    mesh, own = config.policy.mesh, (ahead, targets, temperature, hidden)
+    temperature = batch.temperature[jnp.maximum(rows.sequence, 0)]
+    inputs = (ahead, rows.targets, temperature, drafts and drafts.hidden)
+    own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
+    count = None if rows.spot is None else jnp.sum(rows.sequence >= 0, dtype=jnp.int32)
+    mesh = config.policy.mesh
     table = sharding.gathered(mesh, {"head": policy.head_table(params)})["head"]
 
-    def score(table, own):
+    def score(shared, own):
         ahead, targets, temperature, hidden = own
-        return head.score(ahead, table, targets, temperature, config.head_chunk, hidden)
+        table, ids = shared
+        return head.score(ahead, table, targets, temperature, config.head_chunk, hidden, ids, count)
 
-    scores = sharding.by_rows(mesh, score, table, own)
-    return jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), scores)
+    scores = sharding.by_rows(mesh, score, (table, batch.draft_ids), own)
+    scores = jax.tree.map(lambda x: x.reshape(*rows.sequence.shape, *x.shape[1:]), scores)
+    return jax.tree.map(lambda x: layout.per_sequence(x, rows, places), scores)
 
 
 def _metrics(config: StepConfig, state, batch, terms: Terms, places: Places) -> dict[str, Any]:

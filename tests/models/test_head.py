@@ -60,6 +60,48 @@ def test_drafts_are_compared_within_a_draft_vocabulary():
         np.testing.assert_allclose(found, theirs, rtol=1e-11)
 
 
+def test_drafts_are_compared_among_some_ids_while_the_policy_is_scored_over_all():
+    """The same drafts' scores as over a table of those ids, values and gradients."""
+    x, ids = inputs(), jnp.array([0, 3, 4, 9])
+    whole = longhand(**x)
+
+    def fused(hidden, table):
+        found = head.score(x["features"], table, x["targets"], x["temperature"], 4, hidden, ids)
+        return jnp.sum(found.draft.ce + 2 * found.draft.tv), found
+
+    def alone(hidden):
+        found = head.score_drafts(x["features"], x["table"][ids], hidden, 4)
+        return jnp.sum(found.ce + 2 * found.tv), found
+
+    (ours, of_table), found = jax.grad(fused, (0, 1), has_aux=True)(x["hidden"], x["table"])
+    theirs, expected = jax.grad(alone, has_aux=True)(x["hidden"])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-14)
+    np.testing.assert_array_equal(of_table, 0)
+    for a, b in zip((found.logps, found.entropy, *found.draft), (*whole[:2], *expected)):
+        np.testing.assert_allclose(a, b, rtol=1e-11)
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 5, 11])
+def test_chunks_after_the_tokens_that_are_wanted_give_nothing_and_get_no_gradient(count):
+    x = inputs()
+    wanted = jnp.arange(N) < count
+
+    def loss(features, table, hidden, count):
+        out = head.score(features, table, x["targets"], x["temperature"], 4, hidden, count=count)
+        kept = jax.tree.map(lambda s: jnp.where(wanted.reshape(-1, *[1] * (s.ndim - 1)), s, 0), out)
+        return sum(map(jnp.sum, jax.tree.leaves(kept))), (out, kept)
+
+    grad = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    args = x["features"], x["table"], x["hidden"]
+    ours, (out, kept) = grad(*args, jnp.int32(count))
+    theirs, (_, expected) = grad(*args, None)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected)
+    for a, b in zip(ours, theirs):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
+    first = -(-count // 4) * 4
+    assert all(not np.any(leaf[first:]) for leaf in jax.tree.leaves(out))
+
+
 def test_chunked_gradients_are_those_of_the_whole():
     """C18"""
     x = inputs()

@@ -23,8 +23,9 @@ def loss_of(next_feature, feature, drafts, mask, config):
     weights = jnp.repeat(
         grpo.token_weights(jnp.asarray(mask), "grpo", mask.shape[1])[..., None], J, axis=2
     )
-    args = jax.tree.map(jnp.asarray, (next_feature, feature, drafts))
-    return distill.drafter_loss(*args, weights, config)
+    next_feature, feature, drafts = jax.tree.map(jnp.asarray, (next_feature, feature, drafts))
+    distance = distill.feature_distance(next_feature, feature, weights > 0)
+    return distill.drafter_loss(distance, drafts, weights, config)
 
 
 @pytest.mark.parametrize("kind", distill.TOKEN_LOSSES)

@@ -106,10 +106,12 @@ def test_unrolled_steps_are_chains_of_drafts_made_one_by_one(kind, group):
     b, c = batch(), config(kind, J, group)
     places = layout.locate(b, R, "grpo")
     kept = drafter.read(c, weights()[0], b)
-    found = forward.draft(
-        c.frame, c.eagle, weights(kind)[1], weights()[0]["embed"], kept.tapped, b, places, J
-    )
+    rows = c.frame.rows(b, places)
+    drafts = forward.draft(c.eagle, weights(kind)[1], weights()[0]["embed"], kept.tapped, rows, J)
+    found = [layout.per_sequence(x, rows, places) for x in drafts]
     used = np.asarray(forward.unrolled_weights(places, J)) > 0
+    drafted = layout.per_sequence(forward.drafted(rows, J), rows, places)
+    np.testing.assert_array_equal(used, drafted)
     seen = 0
     for n, (start, end) in enumerate(zip(b.prompt_length, b.length)):
         tokens = np.asarray(b.tokens[n])
@@ -128,9 +130,14 @@ def test_unrolled_steps_are_chains_of_drafts_made_one_by_one(kind, group):
     assert seen == 30
 
 
-@pytest.mark.parametrize("kind, unroll", [("fastgrpo", 1), ("fastgrpo", 2), ("three depths", 2)])
-def test_the_drafter_alone_learns_by_the_fused_steps_gradient(kind, unroll):
+@pytest.mark.parametrize(
+    "kind, unroll, ids",
+    [("fastgrpo", 1, None), ("fastgrpo", 2, (1, 2, 3, 5, 8, 13, 21)), ("three depths", 2, None)],
+)
+def test_the_drafter_alone_learns_by_the_fused_steps_gradient(kind, unroll, ids):
+    """Over all ids, and over those of a draft vocabulary."""
     c, b = config(kind, unroll), batch()
+    ids = None if ids is None else jnp.array(ids, jnp.int32)
     fused = step.StepConfig(
         policy=POLICY,
         eagle=c.eagle,
@@ -144,8 +151,9 @@ def test_the_drafter_alone_learns_by_the_fused_steps_gradient(kind, unroll):
     )
     params, head = weights(kind)
     gradients = jax.jit(step.gradients, static_argnums=0)
-    _, expected, terms, _ = gradients(fused, step.init_state(fused, *weights(kind)), b)
-    frozen, own = drafter.freeze(params), jax.tree.map(jnp.array, head)
+    state = step.init_state(fused, *weights(kind))
+    _, expected, terms, _ = gradients(fused, state, b._replace(draft_ids=ids))
+    frozen, own = drafter.freeze(params, ids), jax.tree.map(jnp.array, head)
     new, loss = drafter.update(c, frozen, drafter.init(c, own), lesson(c, b))
     np.testing.assert_allclose(loss, terms.drafter_loss, rtol=1e-9)
     optimizer = optim.make_optimizer(c.optim)

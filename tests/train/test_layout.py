@@ -93,15 +93,30 @@ def test_micro_batches_of_whole_groups_and_of_cut_ones_give_the_same_gradient():
         )
 
 
+def rows_by_hand():
+    """One prompt of 2 real places in 3, two responses of 2, of which the second has one token."""
+    b = layout.StepBatch(
+        tokens=jnp.array([[1, 2, 3, 4, 9], [1, 2, 5, 9, 9]], jnp.int32),
+        prompt_length=jnp.array([2, 2], jnp.int32),
+        length=jnp.array([4, 3], jnp.int32),
+        logps=jnp.zeros((2, 5), jnp.float32),
+        advantages=jnp.zeros(2, jnp.float32),
+        temperature=jnp.ones(2, jnp.float32),
+    )
+    return layout.padded(b, layout.locate(b, 2, "grpo"), 3, 2)
+
+
 def test_rows_are_laid_out_as_drawn_by_hand():
-    """One prompt of 2 real places in 3, two responses of 2."""
-    rows = layout.rows(jnp.array([2], jnp.int32), 3, 2, 2)
+    rows = rows_by_hand()
+    assert rows.tokens.tolist() == [[1, 2, 3, 3, 4, 5, 9]]
     assert rows.positions.tolist() == [[0, 1, 2, 2, 3, 2, 3]]
+    assert rows.sequence.tolist() == [[0, 0, 1, -1]]
     assert rows.before.tolist() == [[1, 3, 1, 5]]
+    assert rows.targets.tolist() == [[3, 4, 5, 9]]
     assert rows.mask[0].astype(int).tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],  # the prompt's padding, which nothing else sees
+        [1, 1, 0, 0, 0, 0, 0],  # the prompt's padding, which nothing sees
         [1, 1, 0, 1, 0, 0, 0],
         [1, 1, 0, 1, 1, 0, 0],
         [1, 1, 0, 0, 0, 1, 0],
@@ -119,5 +134,5 @@ def test_long_responses_get_rows_of_their_own():
 
 
 def test_a_places_predecessor_is_the_one_before_it_in_its_sequence():
-    rows = layout.rows(jnp.array([2], jnp.int32), 3, 2, 2)
+    rows = rows_by_hand()
     assert rows.previous.tolist() == [[-1, 0, 1, 1, 3, 1, 5]]

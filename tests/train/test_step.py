@@ -11,7 +11,7 @@ import pytest
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.train import distill, grpo, optim, step
+from fastgrpo_jax.train import distill, grpo, optim, packing, step
 
 V, N, T, R = 53, 4, 10, 6
 POLICY = base.PolicyConfig(
@@ -155,8 +155,10 @@ STALE = dict(
 @pytest.mark.parametrize(
     "name, beta, fields", [("grpo", 0.0, {}), ("dapo", 0.5, {}), ("dr_grpo", 0.0, STALE)]
 )
-def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, beta, fields):
-    """C1, C3, E1, E10: 1, 2 and 4 micro-batches against one unchunked pass, in float64.
+def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches_and_packed(
+    name, beta, fields
+):
+    """C1, C3, E1, E10: 1, 2 and 4 micro-batches, and bins, against one unchunked pass, in float64.
 
     The policy's gradient is that of its own loss alone, the drafter's that of its own. Rows that
     the policy's loss leaves out still teach the drafter; stale ones are weighed, here unclipped.
@@ -177,9 +179,11 @@ def test_losses_and_gradients_are_the_longhand_ones_for_any_micro_batches(name, 
         return jax.grad(total, (0, 1), has_aux=True)(params, drafter)
 
     (expected, expected_drafter), losses = reference(state.params, state.drafter)
-    for parts in (1, 2, 4):
-        split = dataclasses.replace(config, micro_batches=parts)
-        grads, drafter_grads, terms, _ = gradients(split, state, b)
+    packed = packing.pack(np.asarray(b.prompt_length), np.asarray(b.length), 1, T, 15)
+    for parts in (1, 2, 4, "packed"):
+        split = dataclasses.replace(config, micro_batches=1 if parts == "packed" else parts)
+        whole = b._replace(packed=packed) if parts == "packed" else b
+        grads, drafter_grads, terms, _ = gradients(split, state, whole)
         # Weights of tokens are float32, so 1 / 6 holds to 3e-8 only.
         np.testing.assert_allclose([terms.loss, terms.drafter_loss], losses, rtol=2e-7)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-8)
@@ -337,13 +341,38 @@ def test_repeated_steps_use_one_executable_and_do_what_they_are_for():
     assert first.params["embed"].is_deleted()  # donated
 
 
-def test_no_array_of_the_step_holds_the_logits_of_all_places():
-    """C18: what has a vocabulary axis is a chunk of logits or the embedding, times 1 at most."""
-    text = train_step.lower(new_state(CONFIG), batch()).compile().as_text()
+@pytest.mark.parametrize("ids", [None, (3, 5, 7, 11, 13, 17, 19)])
+@pytest.mark.parametrize("budget", [0, 30])
+def test_no_array_of_the_step_holds_the_logits_of_all_places(ids, budget):
+    """C18: what has a vocabulary axis is a chunk of logits or the embedding, times 1 at most.
+
+    So it is with the draft vocabulary's axis, in padded and in packed steps, of two unrolled steps.
+    """
+    config = dataclasses.replace(CONFIG, distill=distill.DistillConfig(unroll=2))
+    b = batch(draft_ids=None if ids is None else jnp.array(ids, jnp.int32))
+    if budget:
+        lengths = np.asarray(b.prompt_length), np.asarray(b.length)
+        b = b._replace(packed=packing.pack(*lengths, 1, T, budget))
+    lowered = step.make_train_step(config).lower(new_state(config), b)
+    text = lowered.compile().as_text()
     shapes = {tuple(map(int, s.split(","))) for s in re.findall(r"[a-z]\w*\[([\d,]+)\]", text)}
     sizes = {math.prod(s) for s in shapes if V in s}
     assert CONFIG.head_chunk * V in sizes
     assert max(sizes) == POLICY.hidden * V < N * R * V
+    if ids is not None:
+        few = {math.prod(s) for s in shapes if len(ids) in s}
+        assert max(few) == POLICY.hidden * len(ids) < N * R * 2 * len(ids)
+
+
+def test_other_ids_in_the_draft_vocabulary_are_the_same_program_and_leave_the_policy_alone():
+    train, found = step.make_train_step(CONFIG), []
+    for ids in ((1, 2, 3), (4, 5, 6)):
+        after, metrics = train(new_state(CONFIG), batch(draft_ids=jnp.array(ids, jnp.int32)))
+        found.append((host(after), float(metrics["drafter/loss"])))
+    (one, loss), (other, other_loss) = found
+    equal((one.params, one.opt_state), (other.params, other.opt_state))
+    assert loss != other_loss
+    assert train._cache_size() == 1
 
 
 def test_the_gradient_of_a_tied_embedding_adds_both_uses():
