@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fastgrpo_jax import base
 
@@ -78,7 +78,9 @@ def mesh_for(data: int, fsdp: int, tensor: int) -> Mesh | None:
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def check(mesh: Mesh | None, policy: base.PolicyConfig, drafter: base.EagleConfig | None) -> None:
+def check(
+    mesh: Mesh | AbstractMesh | None, policy: base.PolicyConfig, drafter: base.EagleConfig | None
+) -> None:
     """Check that a policy and its drafter can be cut.
 
     Key and value heads need not divide; their projections are then cut through heads.
@@ -133,7 +135,7 @@ def everywhere(mesh: Mesh | None) -> NamedSharding | None:
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
 
-def on(mesh: Mesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+def on(mesh: Mesh | AbstractMesh, *axes: str | tuple[str, ...] | None) -> NamedSharding:
     """Cut dimensions along axes. Written as the compiler writes it, without axes of size 1 and
     without what follows the last cut, so that equal shardings compare as equal."""
     found = []
@@ -245,6 +247,18 @@ def rows(mesh: Mesh | None, tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(x, on(mesh, ROWS))
 
     return jax.tree.map(one, tree)
+
+
+def heads(mesh: Mesh | None, x: jax.Array) -> jax.Array:
+    """Ask for queries, keys or values [B, K, ...] to be cut as the cache is: by heads, or, where
+    they do not divide, not at all, lest what is cut be gathered for the cache in every round."""
+    near = jax.sharding.get_abstract_mesh()
+    if mesh is None and not near.manual_axes:
+        return x
+    mesh = near if near.manual_axes else mesh
+    cut = None if near.manual_axes or x.shape[0] % shards(mesh) else ROWS
+    each = TENSOR if x.shape[1] % mesh.shape[TENSOR] == 0 else None
+    return jax.lax.with_sharding_constraint(x, on(mesh, cut, each))
 
 
 def seats(mesh: Mesh | None, tree: Any) -> Any:

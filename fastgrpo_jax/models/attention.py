@@ -43,6 +43,7 @@ def attend(
     rows, tokens, heads, dim = q.shape
     kv = k.shape[1]
     q = q.reshape(rows, tokens, kv, heads // kv, dim).swapaxes(1, 2).reshape(rows, kv, -1, dim)
+    q, k, v = (sharding.heads(mesh, x) for x in (q, k, v))
     mask = jnp.repeat(mask, heads // kv, axis=1)
     if kernel != "xla" and pays(q, k):
         fused = functools.partial(_fused, kernel)

@@ -21,6 +21,13 @@ def test_asked_rows_are_sorted_and_always_hold_the_whole_rollout():
     assert buckets.row_ladder(8, "100") == (8,)
 
 
+def test_rows_are_rounded_up_to_what_devices_can_cut():
+    assert buckets.row_ladder(9, "", 4) == (4, 8, 12)
+    assert buckets.row_ladder(9, "1,5,8", 8) == (8, 16)
+    assert buckets.row_ladder(3, "", 8) == (8,)
+    assert buckets.row_ladder(32, "4,24", 8) == (8, 24, 32)
+
+
 @pytest.mark.parametrize("asked", ["0", "-4", "4,0", "a", "4;8", "4,", ",", "1.5"])
 def test_rows_that_are_no_counts_are_refused_by_name(asked):
     with pytest.raises(base.UserError, match=r"rollout\.row_buckets is") as error:
