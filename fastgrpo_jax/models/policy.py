@@ -8,6 +8,7 @@ applies it in chunks and decoding at chosen positions only.
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -53,16 +54,27 @@ class Read(NamedTuple):
     cache: base.KVCache | None
 
 
+# What a layer keeps for the backward pass, which makes the rest again. `dots`: what comes out of
+# weight matrices, so that attention's scores, and all that is elementwise, are made again.
+REMATS = {
+    "none": lambda block: block,
+    "full": lambda block: nn.remat(block, static_argnums=(4,)),
+    "dots": lambda block: nn.remat(block, static_argnums=(4,), policy=_DOTS),
+}
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
 class Policy(nn.Module):
     """Decoder body: tokens to features.
 
     With a cache, this forward's keys and values are written at `start` of each row, and
     `mask` is over the cache's slots; without, `mask` is over the T tokens themselves. With a
-    packing only its tokens are run, and features come as its line, [1, N, E].
+    packing only its tokens are run, and features come as its line, [1, N, E]. `remat` is one of
+    REMATS.
     """
 
     config: base.PolicyConfig
-    remat: bool = False
+    remat: str = "none"
     taps: tuple[int, ...] = ()
 
     @nn.compact
@@ -83,7 +95,7 @@ class Policy(nn.Module):
         freq = layers.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         angles = layers.rope_angles(layers.pack(positions, packing), freq, dtype)
         x = embed(table, layers.pack(tokens, packing), dtype)
-        block = nn.remat(Block, static_argnums=(4,)) if self.remat else Block
+        block = REMATS[self.remat](Block)
         keys, values, inputs = [], [], []
         for i in range(c.layers):
 

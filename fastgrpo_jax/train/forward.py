@@ -51,7 +51,7 @@ def read(
     config: base.PolicyConfig,
     params: base.Params,
     rows: Rows,
-    remat: bool = False,
+    remat: str = "none",
     taps: tuple[int, ...] = (),
 ) -> tuple[Float[Array, "A X F"], Float[Array, "A S E"]]:
     """Run the policy's body; returns what a drafter reads, and the features that response tokens

@@ -96,7 +96,7 @@ def prepare(c) -> Setup:
             group=c.task.group,
             head_chunk=c.loss.head_chunk,
             micro_batches=c.optim.micro_batches,
-            remat=c.optim.remat,
+            remat=check.REMATS[c.optim.remat.lower()],
             **losses._asdict(),
         ),
     )
