@@ -80,7 +80,7 @@ def test_configs_of_two_loads_share_nothing():
 def test_the_text_false_is_false(text, expected):
     """D14: for a key that is true by default and for one that is false."""
     assert set_to("drafter.train", text) is expected
-    assert set_to("optim.remat", text) is expected
+    assert set_to("log.tensorboard", text) is expected
 
 
 @pytest.mark.parametrize("text", ["", "no", "yes", "2", "false ", " false", "f", "off", "None"])

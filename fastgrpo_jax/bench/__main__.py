@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 
-SUITES = ("lossless", "rollout", "tail", "engine", "acceptance", "drafter")
+SUITES = ("lossless", "rollout", "tail", "engine", "acceptance", "drafter", "train_step")
 
 
 def main(argv: list[str]) -> int:

@@ -94,7 +94,8 @@ def get_config() -> config_dict.ConfigDict:
     # To start from: FILE.safetensors of `bench drafter`, or the workdir of a run (config warmup);
     # empty: random.
     c.drafter.init = ""
-    c.drafter.vocab = 8192  # ids that it may propose, the most frequent so far; 0: all
+    # Ids that it may propose, and that it is taught among: the most frequent so far; 0: all
+    c.drafter.vocab = 8192
     c.drafter.optimizer = "adamw"  # adamw | muon
     c.drafter.learning_rate = 1e-4
     c.drafter.max_grad_norm = 0.5
@@ -148,7 +149,14 @@ def get_config() -> config_dict.ConfigDict:
     c.optim.mu_dtype = ""  # of Adam's first moment: bfloat16 (half its memory) | empty: float32
     c.optim.micro_batches = 1  # rows are split into this many; the gradient is the same
     c.optim.freeze = False  # the policy stands still and the drafter alone learns (config warmup)
-    c.optim.remat = False  # recompute layers in the backward pass: less memory, slower
+    # Places of a forward's row: whole sequences are packed into as few rows as hold them, which are
+    # run one by one, so that a step costs what its tokens cost. At least the longest sequence, and
+    # a few times that at most: attention is over the row's square. 0: rows padded to the limits.
+    # Not with rows cut over devices (mesh.data, mesh.fsdp).
+    c.optim.token_budget = 0
+    # What the backward pass makes again of each layer, to save memory: none | dots (all but the
+    # products with weight matrices) | full (all)
+    c.optim.remat = "none"
 
     c.checkpoint = config_dict.ConfigDict()
     c.checkpoint.every = 20  # steps; the last step is always saved

@@ -9,6 +9,7 @@ import functools
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -55,16 +56,27 @@ class Read(NamedTuple):
     cache: base.KVCache | None
 
 
+# What a layer keeps for the backward pass, which makes the rest again. `dots`: what comes out of
+# weight matrices, so that attention's scores, and all that is elementwise, are made again.
+REMATS = {
+    "none": lambda block: block,
+    "full": lambda block: nn.remat(block, static_argnums=(4,)),
+    "dots": lambda block: nn.remat(block, static_argnums=(4,), policy=_DOTS),
+}
+_DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
 class Policy(nn.Module):
     """Decoder body: tokens to features.
 
     With a cache, this forward's keys and values are written at `start` of each row, and
     `mask` is over the cache's slots; without, `mask` is over the T tokens themselves. With a
-    packing only its tokens are run, and features come as its line, [1, N, E].
+    packing only its tokens are run, and features come as its line, [1, N, E]. `remat` is one of
+    REMATS.
     """
 
     config: base.PolicyConfig
-    remat: bool = False
+    remat: str = "none"
     taps: tuple[int, ...] = ()
 
     @nn.compact
@@ -111,7 +123,7 @@ class Policy(nn.Module):
         block, mesh = Block, self.config.mesh
         if mesh is not None and not self.is_initializing():
             block = nn.map_variables(block, "params", functools.partial(sharding.gathered, mesh))
-        return nn.remat(block, static_argnums=(4,)) if self.remat else block
+        return REMATS[self.remat](block)
 
 
 def embed(table: Float[Array, "V E"], tokens: Int[Array, "*b"], dtype) -> Float[Array, "*b E"]:

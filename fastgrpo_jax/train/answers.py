@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from fastgrpo_jax import base
 from fastgrpo_jax.train import data, layout, overlong, rewards
@@ -95,6 +95,8 @@ def step_batch(
     advantages: Float[np.ndarray, " N"],
     temperature: float,
     only_stopped: bool,
+    draft_ids: Int[Array, " W"] | None = None,
+    packed: layout.Packed | None = None,
 ) -> layout.StepBatch:
     """Hand a rollout to the train step; `only_stopped` keeps truncated rows out of the loss."""
     return layout.StepBatch(
@@ -105,6 +107,8 @@ def step_batch(
         advantages=jnp.asarray(advantages),
         temperature=jnp.full(len(advantages), temperature, jnp.float32),
         kept=jnp.asarray(batch.stopped) if only_stopped else None,
+        draft_ids=draft_ids,
+        packed=packed,
     )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle, load
+from fastgrpo_jax.models import eagle, load, policy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import strategy
 from fastgrpo_jax.train import data, rewards
@@ -32,6 +32,8 @@ def numbers(c) -> None:
     for field, allowed in _CHOICES.items():
         if _value(c, field) not in allowed:
             refuse(field, ", ".join(allowed))
+    if c.optim.remat.lower() not in REMATS:
+        refuse("optim.remat", "none, full, dots, or false and true for the first two")
     if not 0 < c.sampling.top_p <= 1:
         refuse("sampling.top_p", "above 0, at most 1")
     if not 0 <= c.rollout.explore < 1:
@@ -49,6 +51,7 @@ def numbers(c) -> None:
         )
 
 
+REMATS = {name: name for name in policy.REMATS} | {"false": "none", "true": "full"}
 _POSITIVE = (
     "steps",
     "task.prompts_per_step",
@@ -83,6 +86,7 @@ _NOT_NEGATIVE = (
     "drafter.vocab",
     "drafter.replay_updates",
     "drafter.replay_tokens",
+    "optim.token_budget",
     "log.completions_per_step",
 )
 _CHOICES = {
@@ -113,14 +117,14 @@ def _value(c, field: str) -> Any:
     return c
 
 
-def limits(c, policy: base.PolicyConfig) -> engine_lib.Limits:
+def limits(c, model: base.PolicyConfig) -> engine_lib.Limits:
     prompt, response = c.task.max_prompt_length, c.sampling.max_response_length
     total = c.sampling.max_length or prompt + response
-    if not 2 <= total <= policy.max_positions:
+    if not 2 <= total <= model.max_positions:
         raise base.UserError(
             f"the longest sequence is {total} tokens (sampling.max_length, or "
             "task.max_prompt_length + sampling.max_response_length); allowed: 2 to "
-            f"{policy.max_positions}, the model's positions"
+            f"{model.max_positions}, the model's positions"
         )
     if prompt >= total:
         raise base.UserError(
@@ -133,7 +137,23 @@ def limits(c, policy: base.PolicyConfig) -> engine_lib.Limits:
             f"reward.overlong_buffer is {c.reward.overlong_buffer}; allowed: 0 (off) to {response}, "
             "the longest response"
         )
+    token_budget(c, total)
     return engine_lib.Limits(prompt, response, total)
+
+
+def token_budget(c, longest: int) -> None:
+    """Refuse a bin that the longest sequence does not fit into, or that no step could fill."""
+    budget, most = c.optim.token_budget, c.task.prompts_per_step * c.task.group * longest
+    if budget and not longest <= budget <= most:
+        raise base.UserError(
+            f"optim.token_budget is {budget}; allowed: 0 (off), or {longest} (the longest sequence, "
+            f"prompt and response) to {most} (all sequences of a step)"
+        )
+    if budget and c.optim.micro_batches > 1:
+        raise base.UserError(
+            f"optim.micro_batches is {c.optim.micro_batches}; allowed: 1 with optim.token_budget, "
+            "whose bins are run one by one already"
+        )
 
 
 def stop_tokens(asked: str, model: load.LoadedModel) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def read(
     config: base.PolicyConfig,
     params: base.Params,
     rows: Rows,
-    remat: bool = False,
+    remat: str = "none",
     taps: tuple[int, ...] = (),
     adapters: base.Params = None,
 ) -> tuple[Float[Array, "A X F"], Float[Array, "A S E"]]:

@@ -34,6 +34,7 @@ from fastgrpo_jax.train import (
     grpo,
     lengths,
     metrics,
+    packing,
     replay,
     report,
     resample,
@@ -307,14 +308,27 @@ def _play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         row["resample/replaced"] = float(sum(i >= count for i in groups))
     totals = kept.scores.total.reshape(count, group)
     advantages = grpo.advantages(totals, c.loss.advantage_scale).reshape(-1)
+    packed = _pack(run, kept.batch) if c.optim.token_budget else None
+    row |= packing.statistics(packed) if packed else {}
     return Played(
         answers_lib.step_batch(
-            kept.batch, advantages, c.sampling.temperature, c.loss.mask_truncated
+            kept.batch,
+            advantages,
+            c.sampling.temperature,
+            c.loss.mask_truncated,
+            weights.draft_ids,
+            packed,
         ),
         row,
         answers_lib.lines(kept, advantages, c.log.completions_per_step),
         memory,
     )
+
+
+def _pack(run: Run, batch: base.RolloutBatch):
+    group, budget = run.config.task.group, run.config.optim.token_budget
+    longest = run.setup.limits.total
+    return packing.pack(batch.prompt_length, batch.length, group, longest, budget)
 
 
 def _round(run: Run, weights: speculate.Weights, step: int, memory: Memory) -> tuple[Round, Memory]:

@@ -71,6 +71,13 @@ def pack(
     return layout.Packed(*map(jnp.asarray, parts))
 
 
+def statistics(packed: layout.Packed) -> dict[str, float]:
+    """Count the bins that are filled, and the share of their places that hold a token."""
+    count, sequence = int(packed.count), np.asarray(packed.sequence)
+    filled = float((sequence[:count] >= 0).mean()) if count else 0.0
+    return {"pack/bins": float(count), "pack/filled": filled}
+
+
 def assign(
     prompt_length: Int[np.ndarray, " N"],
     length: Int[np.ndarray, " N"],

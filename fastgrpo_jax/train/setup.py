@@ -56,6 +56,11 @@ def prepare(c) -> Setup:
     """
     check.numbers(c)
     mesh = sharding.mesh_for(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
+    if c.optim.token_budget and sharding.shards(mesh) > 1:
+        raise base.UserError(
+            f"optim.token_budget is {c.optim.token_budget}; allowed: 0 where rows are cut over "
+            f"devices (mesh.data x mesh.fsdp is {sharding.shards(mesh)})"
+        )
     losses = _losses(c)
     check.one_strategy(c, "rollout.strategy", c.rollout.strategy)
     check.strategies(c)
@@ -101,7 +106,7 @@ def prepare(c) -> Setup:
             group=c.task.group,
             head_chunk=c.loss.head_chunk,
             micro_batches=c.optim.micro_batches,
-            remat=c.optim.remat,
+            remat=check.REMATS[c.optim.remat.lower()],
             freeze=c.optim.freeze,
             **losses._asdict(),
         ),

@@ -36,7 +36,7 @@ class StepConfig:
       group: sequences that follow one another and share a prompt.
       head_chunk: tokens whose logits exist at one time.
       micro_batches: parts that the rows are split into; the gradient is the same.
-      remat: recompute layers in the backward pass.
+      remat: what of a layer the backward pass makes again, one of `policy.REMATS`.
       lora: train adapters in place of the policy's own weights.
       freeze: the policy stands still, and the drafter alone learns.
 
@@ -55,7 +55,7 @@ class StepConfig:
     group: int = 1
     head_chunk: int = 256
     micro_batches: int = 1
-    remat: bool = False
+    remat: str = "none"
     lora: lora_lib.LoraConfig | None = None
     freeze: bool = False
 
@@ -147,7 +147,16 @@ def make_train_step(config: StepConfig):
     Raises (when called):
       base.UserError: the rows do not divide into the micro-batches, or are packed and split.
     """
-    return jax.jit(functools.partial(_train_step, config), donate_argnums=0)
+    step = functools.partial(_train_step, config)
+    return jax.jit(step, donate_argnums=0, compiler_options=_options(config))
+
+
+def _options(config: StepConfig) -> dict[str, str] | None:
+    """Keep the barriers of `remat` on CPU, where XLA takes them out before it schedules: what
+    should be made again late is else made early and kept, so that no memory is saved."""
+    if config.remat == "none" or jax.default_backend() != "cpu":
+        return None
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def gradients(
@@ -259,15 +268,8 @@ def _losses(
     tapped, ahead = forward.read(config.policy, params, rows, config.remat, taps, adapters)
     drafts = None
     if drafter is not None:
-        drafts = forward.draft(
-            config.eagle,
-            drafter,
-            params["embed"],
-            tapped,
-            rows,
-            config.distill.unroll,
-            config.policy.mesh,
-        )
+        unroll, mesh = config.distill.unroll, config.policy.mesh
+        drafts = forward.draft(config.eagle, drafter, params["embed"], tapped, rows, unroll, mesh)
     scores = _score(config, params, ahead, batch, places, rows, drafts)
     reference_logps = None
     if reference is not None:
@@ -287,7 +289,6 @@ def _losses(
     )
     drafter_loss, acceptance = jnp.zeros_like(loss), None
     if drafter is not None:
-        unroll = config.distill.unroll
         distance = distill.feature_distance(
             drafts.next_feature, ahead, forward.drafted(rows, unroll)
         )

@@ -228,6 +228,59 @@ def test_kl_and_dapo_and_the_other_drafter_and_micro_batches_run(tmp_path):
     assert rows[-1]["drafter/steps"] == 2
 
 
+def test_packed_steps_learn_what_padded_ones_do_and_say_how_full_their_bins_are(tmp_path):
+    """Law 1 keeps the first rollout alike; then the weights differ by rounding."""
+    both = {"drafter__vocab": 40, "steps": 2}
+    for name, budget in (("padded", 0), ("packed", 110)):
+        loop.train(config(optim__token_budget=budget, **both), tmp_path / name)
+    padded, packed = (metrics.read(tmp_path / name) for name in ("padded", "packed"))
+    for name in ("loss", "entropy", "grad_norm", "drafter/loss", "drafter/grad_norm"):
+        assert packed[0][name] == pytest.approx(padded[0][name], rel=1e-4, abs=1e-6)
+    for row in packed:
+        assert row["pack/bins"] >= 1 and 0.3 < row["pack/filled"] <= 1
+        assert row["compile/unexpected"] == 0
+    assert "pack/bins" not in padded[0]
+    for steps in (1, 2):  # law 6, for bins and for the ids that the drafter is taught among
+        both["steps"] = steps
+        loop.train(config(optim__token_budget=110, **both), tmp_path / "resumed")
+    assert timeless(tmp_path / "resumed") == timeless(tmp_path / "packed")
+
+
+def test_bins_and_micro_batches_together_are_refused():
+    with pytest.raises(base.UserError, match=r"micro_batches is 2; allowed: 1 with optim\.token"):
+        setup_lib.prepare(config(optim__token_budget=110, optim__micro_batches=2))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("none", "none"), ("False", "none"), ("true", "full"), ("full", "full"), ("dots", "dots")],
+)
+def test_what_is_made_again_is_chosen_by_name_or_as_a_bool(text, expected):
+    assert setup_lib.prepare(config(optim__remat=text)).step.remat == expected
+
+
+def test_the_drafter_is_taught_among_the_ids_that_it_may_propose(tmp_path, monkeypatch):
+    """The ids of a step are those of its rollout."""
+    proposed, taught = [], []
+    weights, batch = loop.rollouts.weights, loop.answers_lib.step_batch
+
+    def seen(*args):
+        made = weights(*args)
+        proposed.append(np.asarray(made.draft_ids).tolist())
+        return made
+
+    def heard(*args):
+        made = batch(*args)
+        taught.append(np.asarray(made.draft_ids).tolist())
+        return made
+
+    monkeypatch.setattr(loop.rollouts, "weights", seen)
+    monkeypatch.setattr(loop.answers_lib, "step_batch", heard)
+    loop.train(config(steps=2, drafter__vocab=40), tmp_path)
+    assert len(taught) == 2 and taught == proposed[-2:]
+    assert taught[0] != taught[1] and {len(ids) for ids in taught} == {40}
+
+
 EVERYTHING = dict(
     loss__name="gspo", loss__kl_beta=0.1, loss__kl_estimator="k2", loss__reference_sync_every=3,
     loss__importance_cap=2, loss__mask_truncated="true", optim__schedule="cosine",
@@ -412,6 +465,9 @@ def answer(capsys, *argv):
         ),
         ("--config.task.group=1", "task.group is 1; allowed: 2 or more"),
         ("--config.optim.micro_batches=3", "optim.micro_batches is 3; allowed: divisors of 8"),
+        ("--config.optim.remat=some", "optim.remat is 'some'; allowed: none, full, dots, or false"),
+        ("--config.optim.token_budget=9", "optim.token_budget is 9; allowed: 0 (off), or "),
+        ("--config.optim.token_budget=99999", "token_budget is 99999; allowed: 0 (off), or "),
         ("--config.task.max_prompt_length=5", "task.max_prompt_length = 5"),
         ("--config.task.name=/no/such.jsonl", "No such file"),
         ("--config.reward.functions=exact_numbr", "exact_number"),

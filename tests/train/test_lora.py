@@ -49,7 +49,7 @@ def test_adapters_belong_to_the_targets_and_start_as_nothing():
     assert len(jax.tree.leaves(adapters(ALL, params))) == 2 * 7
 
 
-@pytest.mark.parametrize("remat", (False, True))
+@pytest.mark.parametrize("remat", ("none", "full"))
 @pytest.mark.parametrize("which", (SOME, ALL), ids=("some", "all"))
 def test_beside_the_kernels_they_act_as_merged_into_them(which, remat):
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), test_step.raw_params()[0])

@@ -393,7 +393,7 @@ def test_the_gradient_of_a_tied_embedding_adds_both_uses():
         config,
         policy=dataclasses.replace(config.policy, tied=False),
         eagle=dataclasses.replace(config.eagle, kind="eagle"),
-        remat=True,
+        remat="full",
     )
     params = {**state.params, "head": state.params["embed"]}
     reference = {**state.reference, "head": state.reference["embed"]}
@@ -407,8 +407,36 @@ def test_the_gradient_of_a_tied_embedding_adds_both_uses():
     assert all(np.any(np.asarray(g) != 0) for g in jax.tree.leaves(drafter_grads))
 
 
-def test_a_bfloat16_model_keeps_and_moves_float32_masters():
+def test_layers_that_are_made_again_take_less_memory_and_give_the_same_gradient():
+    """Attention's scores are the most of it; `dots` keeps less than none and more than `full`."""
+    deep = dataclasses.replace(in_float64(CONFIG).policy, layers=6, heads=8)
+    config = dataclasses.replace(in_float64(CONFIG), policy=deep, eagle=None, max_response=90)
+    rng = np.random.default_rng(0)
+    b = batch(
+        tokens=jnp.asarray(rng.integers(0, V, (N, 96)), jnp.int32),
+        logps=jnp.zeros((N, 96), jnp.float32),
+        length=jnp.array([90, 60, 96, 80], jnp.int32),
+    )
+    params = policy.init(jax.random.key(0), deep)
+    found = {}
+    for remat in policy.REMATS:
+        again = dataclasses.replace(config, remat=remat)
+        state = step.init_state(again, jax.tree.map(jnp.array, params))
+        compiled = step.make_train_step(again).lower(state, b).compile()
+        bytes = compiled.memory_analysis().temp_size_in_bytes
+        found[remat] = bytes, compiled(state, b)[1]["grad_norm"]
+    (none, norm), (full, full_norm), (dots, dots_norm) = found.values()
+    assert full < dots < none and full < none / 3
+    np.testing.assert_allclose([full_norm, dots_norm], norm, rtol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [0, 15])
+def test_a_bfloat16_model_keeps_and_moves_float32_masters(budget):
     """F9, C14: at rate 1e-6; the KL to the reference is 0 at first, and the reference stays."""
+    b = batch()
+    if budget:
+        lengths = np.asarray(b.prompt_length), np.asarray(b.length)
+        b = b._replace(packed=packing.pack(*lengths, 1, T, budget))
     config = dataclasses.replace(
         CONFIG,
         policy=dataclasses.replace(POLICY, dtype="bfloat16"),
@@ -418,7 +446,7 @@ def test_a_bfloat16_model_keeps_and_moves_float32_masters():
     )
     state = new_state(config)
     before = host(state)
-    after, metrics = step.make_train_step(config)(state, batch())
+    after, metrics = step.make_train_step(config)(state, b)
     for x in jax.tree.leaves((after.params, after.opt_state, after.drafter)):
         assert x.dtype in (jnp.float32, jnp.int32)
     moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), after.params, before.params)
