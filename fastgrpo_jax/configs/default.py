@@ -18,8 +18,8 @@ def get_config() -> config_dict.ConfigDict:
     # Devices, data x fsdp x tensor = all of them; -1 (once): the rest. One device: no mesh. A run
     # may go on with another mesh; tokens are the same under all. See docs/sharding.md.
     c.mesh = config_dict.ConfigDict()
-    c.mesh.data = 1  # rows are cut along it; weights are whole on each
-    c.mesh.fsdp = -1  # rows too, and weights and moments in training; divides the model's hidden
+    c.mesh.data = -1  # rows are cut along it; weights are whole on each
+    c.mesh.fsdp = 1  # rows too, and weights and moments in training; divides the model's hidden
     c.mesh.tensor = 1  # heads, feed-forward and vocabulary are cut along it; divides each of them
 
     c.task = config_dict.ConfigDict()
