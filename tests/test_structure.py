@@ -21,7 +21,8 @@ ALLOWED = {
     "train": {"base", "models", "sharding"},
 }
 DRIVERS = {
-    f"train.{name}": {"rollout", "configs"} for name in ("loop", "setup", "check", "rollouts")
+    f"train.{name}": {"rollout", "configs"}
+    for name in ("loop", "play", "setup", "check", "rollouts")
 }
 JIT_FILES = {"rollout.decode", "train.step", "train.drafter"}
 JIT_NAMES = {"jit", "pjit", "pmap"}

@@ -1,6 +1,7 @@
 """The rollouts of a run, as its config asks for them: controller, engine, weights, memory."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from fastgrpo_jax import base, sharding
 from fastgrpo_jax.rollout import (
     bandit,
     buckets,
+    calibrate,
     corpus,
     costs,
     decode,
@@ -19,7 +21,7 @@ from fastgrpo_jax.rollout import (
     strategy,
 )
 from fastgrpo_jax.rollout import engine as engine_lib
-from fastgrpo_jax.train import check, step
+from fastgrpo_jax.train import check, metrics, step
 from fastgrpo_jax.train import setup as setup_lib
 
 
@@ -27,6 +29,31 @@ def needs_costs(c) -> bool:
     """Say whether the controller goes by a measured cost table."""
     r = c.rollout
     return r.controller in ("beg_mab", "goodput") or (r.controller == "fastgrpo" and not r.c_peak)
+
+
+def cost_table(
+    c, setup: setup_lib.Setup, state: base.TrainState, path: pathlib.Path
+) -> costs.Table:
+    """Read the run's cost table, or measure it at the run's first start.
+
+    It stays with the run, so that a resumed one decides as one that was never stopped.
+    """
+    table = costs.load(path)
+    if table is not None:
+        if table.device != calibrate.device():
+            metrics.say(f"warning: {path} is of another machine ({table.device})")
+        return table
+
+    def measure() -> costs.Table:
+        metrics.say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
+        given = weights(c, setup, state, {})
+        budget_s = c.rollout.measure_seconds
+        return calibrate.measure(setup.model.config, setup.eagle, given, budget_s=budget_s)
+
+    about = f"{setup.model.config} {setup.eagle} {c.drafter.vocab}"
+    table = calibrate.cached(c.compilation_cache, about, measure)
+    costs.save(path, table)
+    return table
 
 
 def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy.Controller:

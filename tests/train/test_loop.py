@@ -19,7 +19,7 @@ import pytest
 
 from fastgrpo_jax import base, configs, main
 from fastgrpo_jax.models import eagle, eagle_file
-from fastgrpo_jax.train import checkpoint, grpo, loop, metrics, optim
+from fastgrpo_jax.train import checkpoint, grpo, loop, metrics, optim, play
 from fastgrpo_jax.train import setup as setup_lib
 
 CLOCKS = ("timing_s/", "step_time", "rollout/tokens_per_s", "compile/")
@@ -274,8 +274,8 @@ def test_the_drafter_is_taught_among_the_ids_that_it_may_propose(tmp_path, monke
         taught.append(np.asarray(made.draft_ids).tolist())
         return made
 
-    monkeypatch.setattr(loop.rollouts, "weights", seen)
-    monkeypatch.setattr(loop.answers_lib, "step_batch", heard)
+    monkeypatch.setattr(play.rollouts, "weights", seen)
+    monkeypatch.setattr(play.answers_lib, "step_batch", heard)
     loop.train(config(steps=2, drafter__vocab=40), tmp_path)
     assert len(taught) == 2 and taught == proposed[-2:]
     assert taught[0] != taught[1] and {len(ids) for ids in taught} == {40}

@@ -1,0 +1,224 @@
+"""One step's rollout: the next prompts are answered and scored, and what comes of it is remembered."""
+
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fastgrpo_jax import base
+from fastgrpo_jax.rollout import corpus, draft_vocab, generate, speculate, strategy
+from fastgrpo_jax.rollout import engine as engine_lib
+from fastgrpo_jax.train import answers as answers_lib
+from fastgrpo_jax.train import (
+    data,
+    grpo,
+    lengths,
+    metrics,
+    packing,
+    replay,
+    resample,
+    rollouts,
+)
+from fastgrpo_jax.train import setup as setup_lib
+from fastgrpo_jax.train import signals as signals_lib
+from fastgrpo_jax.train import step as step_lib
+
+
+class Run(NamedTuple):
+    """The fixed parts of a running training."""
+
+    config: Any
+    setup: setup_lib.Setup
+    engine: engine_lib.Engine
+    controller: strategy.Controller
+    looks_back: bool  # at earlier answers to a prompt
+    train_step: Any
+    manager: Any
+    writer: metrics.Writer
+    progress: metrics.Progress
+    signals: signals_lib.Signals
+
+    @property
+    def studies(self) -> bool:
+        """Whether the drafter learns from sequences again."""
+        return bool(self.setup.step.eagle) and self.config.drafter.replay_updates > 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether rows wait for a seat, so that their order counts."""
+        return self.engine.total > self.engine.rows[-1]
+
+
+class Memory(NamedTuple):
+    """What a checkpoint keeps beside the train state."""
+
+    cursor: int  # place in the data stream
+    num_tokens: int  # of all sequences so far, prompts included
+    controller: dict[str, Any]  # what the rollout's controller has seen
+    counts: dict[str, int]  # of each token id emitted so far, for the draft vocabulary
+    lengths: lengths.Lengths  # of each prompt's responses, where rows wait for a seat
+    corpus: corpus.Corpus  # earlier answers, where the n-gram drafter may be chosen
+    replay: replay.Buffer  # sequences that the drafter learns from again
+    source: str  # fingerprint of the data and of the rewards' files
+
+
+class Played(NamedTuple):
+    """A rollout with its rewards, ready to train on."""
+
+    batch: step_lib.StepBatch
+    metrics: dict[str, float]
+    completions: list[dict[str, Any]]
+    memory: Memory
+
+
+class Round(NamedTuple):
+    """P prompts, answered and scored."""
+
+    answers: answers_lib.Answers
+    rollout: generate.Rollout
+    changed: int  # prompts that were dropped or truncated
+    reward_seconds: float
+
+
+def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
+    """Answer the next prompts and score the answers; metrics are of all that was answered."""
+    c, setup = run.config, run.setup
+    began, count, group = time.perf_counter(), c.task.prompts_per_step, c.task.group
+    weights = rollouts.weights(c, setup, state, memory.counts)
+    rounds, teaches = [], np.zeros(0, bool)
+    while teaches.sum() < count and len(rounds) <= c.task.resample_max:
+        one, memory = _round(run, weights, int(state.step), memory)
+        rounds.append(one)
+        found = resample.informative(one.answers.scores.total.reshape(count, group))
+        teaches = np.concatenate([teaches, found])
+    renewed = run.controller.renew(memory.controller)  # the step changes the weights
+    memory = memory._replace(controller=renewed)
+    elapsed = time.perf_counter() - began
+    everything = answers_lib.punish(
+        answers_lib.join([one.answers for one in rounds]),
+        setup.limits.response,
+        setup.limits.total,
+        c.reward.overlong_buffer,
+        c.reward.overlong_factor,
+    )
+    groups = resample.choose(teaches, count)
+    kept = answers_lib.take(everything, groups) if len(rounds) > 1 else everything
+    row = _describe(run, everything, generate.joined([one.rollout for one in rounds]), memory)
+    if weights.draft_ids is not None:
+        ids = np.asarray(weights.draft_ids)
+        row["drafter/vocab_coverage"] = draft_vocab.coverage(ids, base.responses(everything.batch))
+    row["data/overlong"] = float(sum(one.changed for one in rounds))
+    row["timing_s/reward"] = sum(one.reward_seconds for one in rounds)
+    row["timing_s/rollout"] = elapsed - row["timing_s/reward"]
+    if c.task.resample_max:
+        row["resample/rounds"] = float(len(rounds) - 1)
+        row["resample/replaced"] = float(sum(i >= count for i in groups))
+    totals = kept.scores.total.reshape(count, group)
+    advantages = grpo.advantages(totals, c.loss.advantage_scale).reshape(-1)
+    packed = _pack(run, kept.batch) if c.optim.token_budget else None
+    row |= packing.statistics(packed) if packed else {}
+    return Played(
+        answers_lib.step_batch(
+            kept.batch,
+            advantages,
+            c.sampling.temperature,
+            c.loss.mask_truncated,
+            weights.draft_ids,
+            packed,
+        ),
+        row,
+        answers_lib.lines(kept, advantages, c.log.completions_per_step),
+        memory,
+    )
+
+
+def _pack(run: Run, batch: base.RolloutBatch):
+    group, budget = run.config.task.group, run.config.optim.token_budget
+    longest = run.setup.limits.total
+    return packing.pack(batch.prompt_length, batch.length, group, longest, budget)
+
+
+def _round(run: Run, weights: speculate.Weights, step: int, memory: Memory) -> tuple[Round, Memory]:
+    """Take the next P prompts of the data stream, answer and score them."""
+    c, setup = run.config, run.setup
+    prompts, cursor, changed = data.take(
+        setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
+    )
+    rollout = _answer(run, weights, prompts, step, memory)
+    rolled = time.perf_counter()
+    run.progress.phase("rewards")
+    answers = answers_lib.score(
+        setup.rewards, setup.model.tokenizer, prompts, rollout.batch, c.reward.on_error
+    )
+    seconds = time.perf_counter() - rolled
+    memory = _remember(run, memory, prompts, rollout, step, weights.draft_ids is not None)
+    return Round(answers, rollout, changed, seconds), memory._replace(cursor=cursor)
+
+
+def _describe(
+    run: Run, answers: answers_lib.Answers, rollout: generate.Rollout, memory: Memory
+) -> dict[str, float]:
+    """Compute the metrics of rewards, lengths and speculation."""
+    batch, scores = answers.batch, answers.scores
+    row = metrics.summarise(
+        scores.total,
+        scores.parts,
+        run.config.task.group,
+        batch.length - batch.prompt_length,
+        batch.stopped,
+        memory.num_tokens,
+    )
+    return row | generate.statistics(rollout) | {"reward/failures": float(scores.failures)}
+
+
+def _answer(
+    run: Run, weights: speculate.Weights, prompts, step: int, memory: Memory
+) -> generate.Rollout:
+    """Roll out the prompts of a step, with what is remembered of them."""
+    c, setup = run.config, run.setup
+    ids = tuple(p.ids for p in prompts)
+    if run.looks_back:
+        earlier = rollouts.recall(c, run.engine, memory.corpus, ids)
+        weights = weights._replace(earlier=earlier)
+
+    def look(live: int) -> None:
+        run.signals.check()
+        run.progress.phase(f"rollout, {live} rows left")
+
+    request = generate.Request(
+        ids,
+        tuple(p.place for p in prompts),
+        c.seed,
+        step,
+        lengths.expect(memory.lengths, ids) if run.waits else None,
+    )
+    return generate.rollout(
+        run.engine,
+        weights,
+        request,
+        setup.sampling,
+        setup.limits,
+        run.controller,
+        look,
+        memory.controller,
+    )
+
+
+def _remember(
+    run: Run, memory: Memory, prompts, rollout: generate.Rollout, step: int, counting: bool
+) -> Memory:
+    """Add a rollout to what later ones go by; emitted ids are counted for a draft vocabulary."""
+    c, batch = run.config, rollout.batch
+    ids, emitted = tuple(p.ids for p in prompts), base.responses(batch)
+    said = [[len(row) for row in emitted[i : i + c.task.group]]
+            for i in range(0, len(emitted), c.task.group)]  # fmt: skip
+    return memory._replace(
+        num_tokens=memory.num_tokens + int(batch.length.sum()),
+        controller=rollout.memory,
+        counts=draft_vocab.count(emitted, memory.counts) if counting else {},
+        lengths=lengths.learn(memory.lengths, ids, said) if run.waits else {},
+        corpus=rollouts.remember(c, memory.corpus, ids, batch) if run.looks_back else {},
+        replay=replay.add(memory.replay, step, batch, c.drafter.replay_tokens)
+        if run.studies
+        else [],
+    )
