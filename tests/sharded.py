@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base, configs, sharding
-from fastgrpo_jax.models import attention, eagle
+from fastgrpo_jax.models import attention, eagle, lora
 from fastgrpo_jax.rollout import buckets, costs, decode, generate, goodput, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import checkpoint, distill, grpo, loop, metrics, optim, step
@@ -179,7 +179,11 @@ def batch() -> step.StepBatch:
 
 def first_state(config) -> base.TrainState:
     params = toys.policy_params(CONFIG), toys.drafter_params(EAGLE)
-    return step.init_state(config, *jax.tree.map(np.asarray, params))
+    adapters = None
+    if config.lora:
+        adapters = lora.init(jax.random.key(2), config.lora, params[0])
+        adapters = jax.tree.map(lambda x: np.asarray(x) + 0.01, adapters)
+    return step.init_state(config, *jax.tree.map(np.asarray, params), adapters)
 
 
 @functools.cache
@@ -196,7 +200,7 @@ def trained(sizes, **changes):
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        ((1, 8, 1), dict(micro_batches=2, remat=True)),
+        ((1, 8, 1), dict(micro_batches=2, remat="full")),
         ((2, 2, 2), {}),
         ((1, 2, 4), {}),
     ],
@@ -214,6 +218,25 @@ def test_losses_and_updates_are_those_of_one_device(sizes, changes):
         np.testing.assert_allclose(found[name], value, rtol=2e-6, atol=1e-7, err_msg=name)
     assert not np.array_equal(values.params["embed"], toys.policy_params(CONFIG)["embed"])
     _check_parts(state, mesh_of(sizes))
+
+
+def test_adapters_are_cut_as_their_kernels_and_learn_as_on_one_device():
+    config = lora.LoraConfig(rank=4, alpha=8.0)
+    state, (values, _) = trained((2, 2, 2), lora=config)
+    _, (wanted, _) = trained(ONE, lora=config)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), values, wanted
+    )
+    for name, cut in (("gate", {"a": 2, "b": 2}), ("down", {"a": 2, "b": 2})):
+        for leaf, parts in cut.items():
+            x = state.adapters["layer_0"]["mlp"][name][leaf]
+            assert x.addressable_shards[0].data.size * parts == x.size
+    merged = step.merged(config, state)
+    np.testing.assert_allclose(
+        merged["layer_0"]["attn"]["q"]["kernel"],
+        lora.merge(config, wanted.params, wanted.adapters)["layer_0"]["attn"]["q"]["kernel"],
+        rtol=1e-9,
+    )
 
 
 def _check_parts(state: base.TrainState, mesh):

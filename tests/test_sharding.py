@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base, sharding
-from fastgrpo_jax.models import eagle, policy
+from fastgrpo_jax.models import eagle, lora, policy
 from fastgrpo_jax.train import distill, grpo, layout, optim, step
 from tests.rollout import toys
 
@@ -48,9 +48,10 @@ def paths(tree) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("adapted", [None, lora.LoraConfig(rank=2)], ids=["whole", "lora"])
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head.kind)
 @pytest.mark.parametrize("optimizer", optim.OPTIMIZERS)
-def test_every_leaf_of_a_state_has_exactly_one_place(optimizer, head):
+def test_every_leaf_of_a_state_has_exactly_one_place(optimizer, head, adapted):
     """Weights of all families and drafters, moments of all optimisers, counters, reference."""
     config = step.StepConfig(
         policy=FULL,
@@ -60,11 +61,14 @@ def test_every_leaf_of_a_state_has_exactly_one_place(optimizer, head):
         drafter_optim=optim.OptimConfig(optimizer=optimizer),
         distill=distill.DistillConfig(),
         max_response=4,
+        lora=adapted,
     )
 
     def make():
         keys = jax.random.split(jax.random.key(0))
-        return step.init_state(config, policy.init(keys[0], FULL), eagle.init(keys[1], head))
+        params = policy.init(keys[0], FULL)
+        own = lora.init(keys[0], adapted, params) if adapted else None
+        return step.init_state(config, params, eagle.init(keys[1], head), own)
 
     for path, dimensions in paths(jax.eval_shape(make)).items():
         for table in (sharding.TRAINING, sharding.ROLLOUT):
@@ -72,9 +76,16 @@ def test_every_leaf_of_a_state_has_exactly_one_place(optimizer, head):
             assert len(spec) <= dimensions, path
             assert table is sharding.TRAINING or sharding.FSDP not in spec
         cut = sharding.spec_of(path, sharding.TRAINING)
-        if dimensions == 2:
+        if path.endswith(("/a", "/b")):
+            assert (sharding.FSDP in cut) != (sharding.TENSOR in cut), path
+        elif dimensions == 2:
             assert sharding.FSDP in cut, path
             assert (sharding.TENSOR in cut) != path.endswith(("fc/kernel", "merge/kernel")), path
+
+
+def _adapters():
+    params = policy.init(jax.random.key(0), FULL)
+    return lora.init(jax.random.key(0), lora.LoraConfig(rank=2), params)
 
 
 def test_no_row_of_the_table_is_idle():
@@ -84,6 +95,7 @@ def test_no_row_of_the_table_is_idle():
         trees = {
             "a": jax.eval_shape(lambda: policy.init(jax.random.key(0), FULL)),
             "b": jax.eval_shape(lambda head=head: eagle.init(jax.random.key(0), head)),
+            "c": jax.eval_shape(_adapters),
             "step": jnp.int32(0),
         }
         seen |= paths(trees)
