@@ -262,7 +262,7 @@ def test_what_is_made_again_is_chosen_by_name_or_as_a_bool(text, expected):
 def test_the_drafter_is_taught_among_the_ids_that_it_may_propose(tmp_path, monkeypatch):
     """The ids of a step are those of its rollout."""
     proposed, taught = [], []
-    weights, batch = loop.rollouts.weights, loop.answers_lib.step_batch
+    weights, batch = play.rollouts.weights, play.answers_lib.step_batch
 
     def seen(*args):
         made = weights(*args)
