@@ -8,6 +8,9 @@ import shlex
 import signal
 import sys
 import time
+import traceback
+
+from fastgrpo_jax import supervise
 
 USAGE = """usage: python -m fastgrpo_jax.main --config=NAME|FILE.py --workdir=DIR [--config.a.b=VALUE ...]
 
@@ -20,11 +23,15 @@ Every key with its meaning: fastgrpo_jax/configs/default.py. The same command ag
 """
 
 
+# What the runtime says when another process does not answer; its errors are of several types.
+_LOSS = ("UNKNOWN:", "INTERNAL:", "UNAVAILABLE:", "ABORTED:", "CANCELLED:", "DEADLINE_EXCEEDED:")
+
+
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code (2: bad input, 128 + N: stopped by signal N)."""
-    began = time.monotonic()
+    """Run the command line; returns the exit code: 2 for bad input, 128 + N when stopped by signal
+    N, `supervise.LOST` when one of several processes was lost."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it announces that torch is missing
-    from fastgrpo_jax import base, configs
+    from fastgrpo_jax import base, configs, hosts
 
     if not argv or {"--help", "-h"} & set(argv):
         print(USAGE.format(names=", ".join(configs.names())))
@@ -33,25 +40,62 @@ def main(argv: list[str]) -> int:
         return _version()
     try:
         config, workdir = configs.from_command_line(argv)
-        _prepare_jax(config)
-        from fastgrpo_jax.train import loop, signals
+        where = hosts.address(config.hosts.coordinator, config.hosts.count, config.hosts.index)
+    except base.UserError as error:
+        return _refuse(error)
+    if where is None:
+        return _train(config, workdir, argv)
+    if not supervise.supervised():
+        command = [sys.executable, "-m", "fastgrpo_jax.main", *argv]
+        return supervise.supervise(command, str(where), config.hosts.timeout_s)
+    supervise.follow()
+    code = 1
+    try:
+        code = _train(config, workdir, argv, where)
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        if first_line.startswith(_LOSS):  # a collective whose other end is gone
+            code = supervise.LOST
+            print(f"error: {first_line[:300]}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    supervise.leave(code)
 
-        try:
-            signal.signal(signal.SIGTERM, _interrupt)
-            loop.train(config, workdir)
-        except (signals.Interrupted, KeyboardInterrupt) as stop:
-            name = str(stop) or "SIGINT"
-            print(
-                f"\nstopped by {name}; the finished steps are saved. To resume:\n"
-                f"  python -m fastgrpo_jax.main {shlex.join(argv)}",
-                file=sys.stderr,
-            )
-            return 128 + signal.Signals[name]
-        print(f"done in {time.monotonic() - began:.0f} s; files are in {workdir}", file=sys.stderr)
+
+def _train(config, workdir: str, argv: list[str], where=None) -> int:
+    began = time.monotonic()
+    from fastgrpo_jax import base, hosts
+
+    try:
+        _prepare_jax(config)
+        hosts.join(where, config.hosts.timeout_s)
+        from fastgrpo_jax.train import loop, metrics, signals
+
+        signal.signal(signal.SIGTERM, _interrupt)
+        loop.train(config, workdir)
+        metrics.say(f"done in {time.monotonic() - began:.0f} s; files are in {workdir}")
         return 0
     except base.UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
+    except KeyboardInterrupt as stop:
+        return _stopped(str(stop), argv)
+    except signals.Interrupted as stop:
+        return _stopped(str(stop), argv)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _stopped(name: str, argv: list[str]) -> int:
+    name = name or "SIGINT"
+    print(
+        f"\nstopped by {name}; the finished steps are saved. To resume:\n"
+        f"  python -m fastgrpo_jax.main {shlex.join(argv)}",
+        file=sys.stderr,
+    )
+    return 128 + signal.Signals[name]
 
 
 def _interrupt(number, frame):

@@ -15,6 +15,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fastgrpo_jax import base
@@ -114,7 +116,8 @@ def describe(mesh: Mesh | None) -> str:
     if mesh is None:
         return "one device"
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    return f"mesh {sizes}: {mesh.size} devices ({mesh.devices.flat[0].device_kind})"
+    spread = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"mesh {sizes}: {mesh.size} devices{spread} ({mesh.devices.flat[0].device_kind})"
 
 
 def shards(mesh: Mesh | None) -> int:
@@ -199,21 +202,47 @@ def put(mesh: Mesh | None, tree: Any) -> Any:
     """Put host arrays on the devices, whole on each."""
     if mesh is None:
         return jax.tree.map(jnp.asarray, tree)
-    return jax.device_put(tree, everywhere(mesh))
+    return _place(tree, jax.tree.map(lambda _: everywhere(mesh), tree))
 
 
 def put_rows(mesh: Mesh | None, tree: Any) -> Any:
     """Give each device its rows; their number divides by `shards`."""
     if mesh is None:
         return tree
-    return jax.device_put(tree, on(mesh, ROWS))
+    return _place(tree, jax.tree.map(lambda _: on(mesh, ROWS), tree))
+
+
+def put_seats(mesh: Mesh | None, tree: Any) -> Any:
+    """Give each device its seats, as `of_seats` says."""
+    return tree if mesh is None else _place(tree, of_seats(mesh, tree))
 
 
 def put_params(mesh: Mesh | None, tree: Any) -> Any:
     """Give each device its part of parameters or of a `TrainState`, in the layout of training."""
-    if mesh is None:
-        return tree
-    return jax.device_put(tree, of_params(mesh, tree))
+    return tree if mesh is None else _place(tree, of_params(mesh, tree))
+
+
+def _place(tree: Any, where: Any) -> Any:
+    """Place arrays. Those of the host alone are equal on all processes, and each takes its part."""
+
+    def one(x, sharding):
+        if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+            return jax.device_put(x, sharding)
+        x = np.asarray(jnp.asarray(x))  # in one of JAX's types
+        return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
+
+    return jax.tree.map(one, tree, where)
+
+
+def fetch(tree: Any) -> Any:
+    """Bring arrays to the host, whole; every process takes part."""
+
+    def one(x):
+        if getattr(x, "is_fully_addressable", True) or x.is_fully_replicated:
+            return jax.device_get(x)
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(one, tree)
 
 
 def shapes(mesh: Mesh | None, tree: Any, where: Any = None) -> Any:

@@ -15,10 +15,11 @@ NAME = "fastgrpo_jax"
 ALLOWED = {
     "base": set(),
     "configs": {"base"},
+    "hosts": {"base"},
     "sharding": {"base"},
     "models": {"base", "sharding"},
     "rollout": {"base", "models", "sharding"},
-    "train": {"base", "models", "sharding"},
+    "train": {"base", "hosts", "models", "sharding"},
 }
 DRIVERS = {
     f"train.{name}": {"rollout", "configs"}
@@ -84,7 +85,7 @@ def test_no_back_arrow_in(module):
 def test_the_parts_are_all_there_and_the_rim_is_only_the_rim():
     parts = {name.partition(".")[0] for name in MODULES} - {""}
     assert {"base", "configs", "models", "rollout", "train"} <= parts
-    assert parts - set(ALLOWED) <= {"main", "bench", "plan", "export"}
+    assert parts - set(ALLOWED) <= {"main", "supervise", "bench", "plan", "export"}
 
 
 @pytest.mark.parametrize(

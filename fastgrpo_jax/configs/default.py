@@ -22,6 +22,15 @@ def get_config() -> config_dict.ConfigDict:
     c.mesh.fsdp = 1  # rows too, and weights and moments in training; divides the model's hidden
     c.mesh.tensor = 1  # heads, feed-forward and vocabulary are cut along it; divides each of them
 
+    # Several processes, one for each host, all started by the same command. See docs/hosts.md.
+    c.hosts = config_dict.ConfigDict()
+    # HOST:PORT of process 0 | auto (a TPU pod, Slurm, Open MPI, Kubernetes) | empty: one process,
+    # or what JAX_COORDINATOR_ADDRESS says
+    c.hosts.coordinator = ""
+    c.hosts.count = 0  # processes; 0: what JAX_NUM_PROCESSES says
+    c.hosts.index = -1  # of this process, from 0; -1: what JAX_PROCESS_ID says
+    c.hosts.timeout_s = 60  # one that is silent for so many seconds ends the run
+
     c.task = config_dict.ConfigDict()
     c.task.name = "addition"  # addition | arithmetic | FILE.jsonl | datasets:NAME[:SPLIT]
     c.task.max_operand = 20  # addition, arithmetic: numbers from 1 (addition) to this

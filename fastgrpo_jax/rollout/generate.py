@@ -207,18 +207,21 @@ def rollout(
     controller: strategy.Controller,
     look: Callable[[int], None] = lambda live: None,
     memory: strategy.Memory | None = None,
+    agree: Callable[[list[float]], list[float]] | None = None,
 ) -> Rollout:
     """Answer P prompts G times each.
 
     The tokens depend on the weights, the request, the settings and the limits alone. `look` is
     told the number of live rows before each block, and may raise to stop the rollout. `memory`
-    is what the controller has seen in earlier rollouts.
+    is what the controller has seen in earlier rollouts. Of several processes each has a clock of
+    its own, so there the controller chooses without this rollout's times, and remembers those
+    that `agree` makes one process's.
 
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
     clock, known = time.perf_counter(), engine.pool.compiled
-    memory = memory or {}
+    memory = before = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
     sequences = _sequences(engine, request, limits)
     length = np.asarray([len(p) for p in request.prompts for _ in range(engine.spec.group)])
@@ -234,7 +237,7 @@ def rollout(
             jnp.asarray(engine.stop_tokens, jnp.int32),
         ),
     )
-    ready, blocks = True, []
+    ready, blocks, outcomes = True, [], []
     while not done.all():
         look(int((~done).sum()))
         move = schedule.seat(live.seats, done, engine.rows, engine.keep_finished)
@@ -249,14 +252,22 @@ def rollout(
             state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
             live = live._replace(state=state)
         ready = choice.drafter == "learned"
-        before = engine.pool.compiled
+        compiled = engine.pool.compiled
         live, block = _run_block(engine, (weights, sample, stop), live, choice, rounds, len(going))
         blocks.append(block)
         outcome = _outcome(now._replace(bucket=live.bucket), block)
-        if engine.pool.compiled > before:  # its first run is no measure of its speed
+        if engine.pool.compiled > compiled:  # its first run is no measure of its speed
             outcome = outcome._replace(seconds=math.nan)
-        memory = controller.observe(memory, outcome)
+        outcomes.append(outcome)
+        memory = controller.observe(
+            memory, outcome._replace(seconds=math.nan) if agree else outcome
+        )
         length, done = block.report.length, block.report.done
+    if agree:
+        seconds = agree([outcome.seconds for outcome in outcomes])
+        memory = before
+        for outcome, known in zip(outcomes, seconds):
+            memory = controller.observe(memory, outcome._replace(seconds=known))
     batch = _finish(jax.device_get(live.state.sequences))
     return Rollout(
         batch,

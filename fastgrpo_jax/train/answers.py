@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, hosts
 from fastgrpo_jax.train import data, layout, overlong, rewards
 
 OVERLONG = "soft_overlong_punishment"  # its metrics' name, TRL's
@@ -29,19 +29,25 @@ def score(
     batch: base.RolloutBatch,
     on_error: str,
 ) -> Answers:
-    """Score a rollout by the run's reward functions; `on_error` as in `rewards.score`."""
+    """Score a rollout by the run's reward functions; `on_error` as in `rewards.score`.
+
+    Of several processes each scores some groups, and tells the others.
+    """
     ids = base.responses(batch)
-    texts = [tokenizer.decode(x, skip_special_tokens=True) for x in ids]
     group = len(ids) // len(prompts)
-    scores = rewards.score(
-        functions,
-        [p.prompt for p in prompts for _ in range(group)],
-        texts,
-        ids,
-        data.repeated_columns(prompts, group),
-        on_error,
-    )
-    return Answers(prompts, batch, scores, texts)
+    some = hosts.share(range(len(prompts)))
+
+    def own() -> tuple[rewards.Scores, list[str]] | None:
+        if not some:
+            return None
+        asked, said = [prompts[i] for i in some], ids[some[0] * group : (some[-1] + 1) * group]
+        texts = [tokenizer.decode(x, skip_special_tokens=True) for x in said]
+        rows = [p.prompt for p in asked for _ in range(group)]
+        columns = data.repeated_columns(asked, group)
+        return rewards.score(functions, rows, texts, said, columns, on_error), texts
+
+    scores, texts = zip(*filter(None, hosts.exchange(hosts.together(own))))
+    return Answers(prompts, batch, _all(scores), [text for part in texts for text in part])
 
 
 def punish(answers: Answers, response: int, total: int, buffer: int, factor: float) -> Answers:
@@ -62,16 +68,20 @@ def join(rounds: Sequence[Answers]) -> Answers:
     """Join rounds in their order."""
     if len(rounds) == 1:
         return rounds[0]
-    scores = [x.scores for x in rounds]
     return Answers(
         [prompt for x in rounds for prompt in x.prompts],
         base.RolloutBatch(*(np.concatenate(x) for x in zip(*(x.batch for x in rounds)))),
-        rewards.Scores(
-            np.concatenate([s.total for s in scores]),
-            {name: np.concatenate([s.parts[name] for s in scores]) for name in scores[0].parts},
-            sum(s.failures for s in scores),
-        ),
+        _all([x.scores for x in rounds]),
         [text for x in rounds for text in x.texts],
+    )
+
+
+def _all(scores: Sequence[rewards.Scores]) -> rewards.Scores:
+    """Join the scores of rows that follow one another."""
+    return rewards.Scores(
+        np.concatenate([s.total for s in scores]),
+        {name: np.concatenate([s.parts[name] for s in scores]) for name in scores[0].parts},
+        sum(s.failures for s in scores),
     )
 
 

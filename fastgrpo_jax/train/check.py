@@ -88,6 +88,7 @@ _NOT_NEGATIVE = (
     "drafter.replay_tokens",
     "optim.token_budget",
     "log.completions_per_step",
+    "hosts.count",
 )
 _CHOICES = {
     "rollout.controller": ("off", "fixed", "fastgrpo", "beg_mab", "goodput"),

@@ -12,7 +12,7 @@ import time
 import jax
 import numpy as np
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, hosts, sharding
 from fastgrpo_jax.models import eagle_file
 from fastgrpo_jax.rollout import costs
 from fastgrpo_jax.rollout import engine as engine_lib
@@ -44,11 +44,9 @@ def train(c, workdir: str | os.PathLike) -> None:
       signals_lib.Interrupted: after a signal, once the last finished step is saved.
     """
     workdir = pathlib.Path(workdir)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise base.UserError(f"--workdir is {str(workdir)!r}: {error.strerror}") from error
-    workdirs.check_same_run(c, workdir)
+    workdirs.check_alike(c)
+    workdirs.make(workdir)
+    hosts.together(lambda: workdirs.check_same_run(c, workdir))
     if max(checkpoint.steps(workdir), default=-1) >= c.steps:
         metrics.say(
             f"all {max(checkpoint.steps(workdir))} steps are done; raise --config.steps to go on"
@@ -56,7 +54,8 @@ def train(c, workdir: str | os.PathLike) -> None:
         _conclude(workdir)
         return
     metrics.say(f"loading {c.model.name}")
-    setup = setup_lib.prepare(c)
+    setup = hosts.together(lambda: setup_lib.prepare(c))
+    hosts.same("what the data or the reward functions' files say", setup.source)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
     memory = play.Memory(0, 0, {}, setup.counts, {}, {}, [], "")
@@ -74,7 +73,8 @@ def train(c, workdir: str | os.PathLike) -> None:
             "warning: the data or the reward functions' files have changed since the checkpoint"
         )
     memory = memory._replace(source=setup.source)
-    workdirs.write_config(c, workdir)
+    if hosts.first():
+        workdirs.write_config(c, workdir)
     table = (
         rollouts.cost_table(c, setup, state, workdir / COSTS) if rollouts.needs_costs(c) else None
     )
@@ -91,7 +91,9 @@ def train(c, workdir: str | os.PathLike) -> None:
         engine_lib.warm_up(engine, weights, controller, c.rollout.warmup)
     progress = metrics.Progress(c.steps, int(state.step))
     engine.pool.on_compile = lambda key: progress.phase(f"compiling {key[0]}")
-    writer = metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
+    writer = hosts.together(
+        lambda: metrics.open_writer(workdir, int(state.step), c.log.tensorboard)
+    )
     there = {row["step"] for row in metrics.read(workdir)}
     if len(there) < int(state.step):
         metrics.say(
@@ -110,13 +112,16 @@ def train(c, workdir: str | os.PathLike) -> None:
         manager.wait_until_finished()
         manager.close()
     if setup.eagle is not None:
-        path = workdir / eagle_file.NAME
-        eagle_file.save(path, setup.eagle, jax.device_get(state.drafter), memory.counts)
+        path, learned = workdir / eagle_file.NAME, sharding.fetch(state.drafter)
+        if hosts.first():
+            eagle_file.save(path, setup.eagle, learned, memory.counts)
     _conclude(workdir)
 
 
 def _conclude(workdir: pathlib.Path) -> None:
     """Say what came of a run, and draw it."""
+    if not hosts.first():
+        return
     rows = metrics.read(workdir)
     metrics.say(f"\n{report.final_summary(rows)}\n\ncurves: {report.write_png(workdir)}")
 
@@ -138,9 +143,10 @@ def _steps(
         try:
             played = play.play(run, state, memory)
             run.progress.phase("training")
-            run.signals.check()
-        except BaseException:  # a signal, a reward that fails, a bad row: the state is whole
-            if number:
+            run.signals.check(now=True)
+        except BaseException as error:  # a signal, a failing reward, a bad row: the state is whole
+            agreed = isinstance(error, (base.UserError, signals_lib.Interrupted))
+            if number and (agreed or hosts.count() == 1):  # several processes can but save together
                 save()
             raise
         row, learning = played.metrics, time.perf_counter()

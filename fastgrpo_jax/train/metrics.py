@@ -18,7 +18,7 @@ import numpy as np
 import tqdm
 from jaxtyping import Bool, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, hosts
 
 METRICS, COMPLETIONS, TENSORBOARD = "metrics.jsonl", "completions.jsonl", "tb"
 
@@ -88,12 +88,15 @@ class Writer(NamedTuple):
 
 
 def open_writer(workdir: str | os.PathLike, first_step: int, tensorboard: bool) -> Writer:
-    """Open a workdir's files to go on at `first_step`; lines of it and later are dropped.
+    """Open a workdir's files to go on at `first_step`; lines of it and later are dropped. Of
+    several processes the first one writes.
 
     Raises:
       base.UserError: `tensorboard` without tensorboardX, or a broken line (a torn last line, as
         a killed run leaves it, is dropped).
     """
+    if not hosts.first():
+        return Writer(open(os.devnull, "w"), open(os.devnull, "w"), None)
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     board = _open_board(workdir, first_step) if tensorboard else None
@@ -139,8 +142,9 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def say(text: str) -> None:
-    """Tell the user on stderr, where the progress is too."""
-    print(text, file=sys.stderr, flush=True)
+    """Tell the user on stderr, where the progress is too; of several processes one speaks."""
+    if hosts.first():
+        print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -154,7 +158,7 @@ class Progress:
         interval_s: float = 10.0,  # between plain lines; the first and the last always come
     ):
         self.total = total
-        self.stream = stream or sys.stderr
+        self.stream = stream or (sys.stderr if hosts.first() else open(os.devnull, "w"))
         self.interval_s = interval_s
         self.last_s = -math.inf
         self.unshown = ""

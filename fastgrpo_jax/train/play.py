@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, hosts
 from fastgrpo_jax.rollout import corpus, draft_vocab, generate, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import answers as answers_lib
@@ -201,6 +201,7 @@ def _answer(
         run.controller,
         look,
         memory.controller,
+        rollouts.agree if hosts.count() > 1 else None,
     )
 
 

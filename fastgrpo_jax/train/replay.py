@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.train import drafter, forward, step
 from fastgrpo_jax.train.layout import StepBatch
 
@@ -86,6 +86,7 @@ def study(
     span = frame.max_prompt + frame.max_response
     for _ in range(updates if buffer else 0):
         batch = lesson(draw(buffer, LESSON, rng), LESSON, span)
+        batch = sharding.put(config.frame.policy.mesh, batch)
         state, loss = drafter.update(config, frozen, state, drafter.read(config, policy, batch))
         losses.append(loss)
     return Studied(state, float(np.mean(losses)) if losses else float("nan"), len(losses))

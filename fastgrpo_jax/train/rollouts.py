@@ -6,7 +6,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, hosts, sharding
 from fastgrpo_jax.rollout import (
     bandit,
     buckets,
@@ -38,22 +38,34 @@ def cost_table(
 
     It stays with the run, so that a resumed one decides as one that was never stopped.
     """
-    table = costs.load(path)
+    table = hosts.from_first(lambda: costs.load(path))
     if table is not None:
         if table.device != calibrate.device():
             metrics.say(f"warning: {path} is of another machine ({table.device})")
         return table
-
-    def measure() -> costs.Table:
-        metrics.say(f"measuring what rounds cost here, for about {c.rollout.measure_seconds:.0f} s")
-        given = weights(c, setup, state, {})
-        budget_s = c.rollout.measure_seconds
-        return calibrate.measure(setup.model.config, setup.eagle, given, budget_s=budget_s)
-
     about = f"{setup.model.config} {setup.eagle} {c.drafter.vocab}"
-    table = calibrate.cached(c.compilation_cache, about, measure)
-    costs.save(path, table)
+    kept = calibrate.place(c.compilation_cache, about)
+    table = hosts.from_first(lambda: costs.load(kept) if kept else None)
+    if table is None:
+        budget_s = c.rollout.measure_seconds
+        metrics.say(f"measuring what rounds cost here, for about {budget_s:.0f} s")
+        table = calibrate.measure(
+            setup.model.config,
+            setup.eagle,
+            weights(c, setup, state, {}),
+            budget_s=budget_s,
+            agree=agree,
+        )
+        if kept and hosts.first():
+            costs.save(kept, table)
+    if hosts.first():
+        costs.save(path, table)
     return table
+
+
+def agree(mine):
+    """Take the first process's value, such as of a clock."""
+    return hosts.exchange(mine)[0]
 
 
 def controller(c, setup: setup_lib.Setup, table: costs.Table | None) -> strategy.Controller:

@@ -3,9 +3,13 @@
 import json
 import os
 import pathlib
+import secrets
 from typing import Any
 
-from fastgrpo_jax import base
+import jax
+
+import fastgrpo_jax
+from fastgrpo_jax import base, hosts
 from fastgrpo_jax.train import checkpoint, metrics
 
 # Keys that a resumed run may change; the others shape what has been learned.
@@ -15,9 +19,58 @@ HARMLESS = (
     "checkpoint.",
     "compilation_cache",
     "mesh.",
+    "hosts.",
     "reward.on_error",
     "task.overlong_prompt",
 )
+
+
+def make(workdir: pathlib.Path) -> None:
+    """Make the folder, which all processes must share.
+
+    Raises:
+      UserError: if it cannot be made or written, or a process has another one by that name.
+    """
+
+    def mark() -> str:
+        name = f".seen-{secrets.token_hex(8)}"
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            (workdir / name).touch()
+        except OSError as error:
+            raise base.UserError(f"--workdir is {str(workdir)!r}: {error.strerror}") from error
+        return name
+
+    def look() -> None:
+        if not (workdir / name).exists():
+            raise base.UserError(
+                f"--workdir is {str(workdir)!r}, which is not the folder that process 0 writes to; "
+                "allowed: a folder that all processes share"
+            )
+
+    name = hosts.from_first(mark)
+    try:
+        hosts.together(look)
+    finally:
+        if hosts.first():
+            (workdir / name).unlink(missing_ok=True)
+
+
+def check_alike(c) -> None:
+    """Check that all processes run the same thing.
+
+    Raises:
+      UserError: naming the first key that differs.
+    """
+    mine = _flat(c.to_dict()) | {"the version": (fastgrpo_jax.__version__, jax.__version__)}
+    first, *others = hosts.exchange(mine)
+    for i, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value and not name.startswith("hosts."):
+                raise base.UserError(
+                    f"process {i} has {name} {other.get(name)!r}, process 0 {value!r}; all processes "
+                    "must be started alike"
+                )
 
 
 def write_config(c, workdir: pathlib.Path) -> None:
