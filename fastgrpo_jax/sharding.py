@@ -80,6 +80,19 @@ def mesh_for(data: int, fsdp: int, tensor: int) -> Mesh | None:
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def split(mesh: Mesh | None) -> tuple[Mesh, Mesh] | None:
+    """Split a mesh along `data` into one for a rollout's last rows and one of the devices that
+    they leave idle; the first is the largest part that rows cut for the whole mesh divide into.
+
+    None for what cannot be split: one device or one part, or devices of several processes.
+    """
+    if mesh is None or mesh.shape[DATA] == 1 or jax.process_count() > 1:
+        return None
+    count = mesh.shape[DATA]
+    kept = max(i for i in range(1, count) if count % i == 0)
+    return tuple(Mesh(x, AXES, axis_types=mesh.axis_types) for x in np.split(mesh.devices, [kept]))
+
+
 def check(
     mesh: Mesh | AbstractMesh | None, policy: base.PolicyConfig, drafter: base.EagleConfig | None
 ) -> None:
@@ -232,6 +245,25 @@ def _place(tree: Any, where: Any) -> Any:
         return jax.make_array_from_callback(x.shape, sharding, lambda part: x[part])
 
     return jax.tree.map(one, tree, where)
+
+
+def move_rollout(mesh: Mesh, state: base.RolloutState) -> base.RolloutState:
+    """Move a rollout's state to another mesh of this process."""
+    return jax.device_put(state, of_rollout(mesh, state))
+
+
+def narrow(mesh: Mesh, tree: Any) -> Any:
+    """Take what lies on some of a mesh's devices, which is all of it: arrays that are cut along
+    `tensor` at most. Nothing is copied."""
+
+    def one(x):
+        here = {part.device: part.data for part in x.addressable_shards}
+        where = NamedSharding(mesh, x.sharding.spec)
+        return jax.make_array_from_single_device_arrays(
+            x.shape, where, [here[device] for device in mesh.devices.flat]
+        )
+
+    return jax.tree.map(one, tree)
 
 
 def fetch(tree: Any) -> Any:

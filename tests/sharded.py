@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from fastgrpo_jax import base, configs, sharding
 from fastgrpo_jax.models import attention, eagle, lora
 from fastgrpo_jax.rollout import buckets, costs, decode, generate, goodput, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
-from fastgrpo_jax.train import checkpoint, distill, grpo, loop, metrics, optim, step
+from fastgrpo_jax.train import checkpoint, distill, grpo, loop, metrics, optim, spot, step
 from tests.rollout import toys
 
 CONFIG = dataclasses.replace(toys.CONFIG, vocab=40, layers=1, heads=4, kv_heads=2, qk_norm=True)
@@ -129,6 +130,54 @@ def _check_what_devices_tell(engine, run):
                 assert np.prod(shape, initial=1) <= rows * engine.spec.depth_max, shape
             checked += 1
     assert checked
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"),
+    [((8, 1, 1), (4, 4)), ((2, 2, 2), (4, 4)), ((3, 2, 1), (2, 4)), ((1, 8, 1), None)],
+)
+def test_a_mesh_is_split_along_its_rows(sizes, parts):
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    found = sharding.split(jax.sharding.Mesh(devices, sharding.AXES))
+    assert (found and tuple(x.size for x in found)) == parts
+    if parts:
+        assert [*found[0].devices.flat, *found[1].devices.flat] == [*devices.flat]
+        assert [x.shape["tensor"] for x in found] == [sizes[2]] * 2
+    assert sharding.split(None) is None
+
+
+def test_the_last_rows_move_to_some_devices_and_say_the_same():
+    """Nine rows on eight devices; the last four go on on four of them, the others are told."""
+    mesh = mesh_of((4, 2, 1))
+    spec = speculate.Spec(config_of((4, 2, 1)), EAGLE, toys.GROUP, prefill_chunk=8)
+    engine = engine_lib.make_engine(
+        spec,
+        rows=buckets.row_ladder(toys.ROWS, "", 8),
+        total=toys.ROWS,
+        limits=toys.LIMITS,
+        stop_tokens=(toys.STOP,),
+        slot_step=24,
+        rounds=2,
+        span=toys.DEEPEST_SPAN,
+    )
+    some, idle = sharding.split(mesh)
+    assert (some.size, idle.size) == (4, 4) and not {*some.devices.flat} & {*idle.devices.flat}
+    engine = engine_lib.with_tail(engine, some, 1)
+    assert engine.tail.rows == (4,) and engine.tail.scale == 2
+    controller, spared = cycle("learned:3:1:4", "off"), []
+    engine.pool.expected = frozenset(engine_lib.programs(engine, controller))
+    weights = weights_of((4, 2, 1))
+    run = toys.rollout(engine, weights, controller, spare=lambda: spared.append(True))
+    toys.assert_same(run.batch, alone().batch)
+    assert spared == [True] and engine.pool.unexpected == 0
+    tail = [b for b in run.blocks if b.rows == 4]
+    assert tail and all(b.live <= 4 for b in tail) and tail == list(run.blocks[-len(tail) :])
+    assert {str(b.strategy) for b in tail} == {"learned:3:1:4", "off"}
+    program = next(p for (k, _), p in engine.pool.programs.items() if k[0] == "tail block")
+    assert program.input_shardings[0][3].cache.k[0].device_set == {*some.devices.flat}
+    engine_lib.warm_up(engine, weights, controller, 2)  # what ran is what would be compiled ahead
+    blocks = [k for k, _ in engine.pool.programs if k[0].endswith("block")]
+    assert len(blocks) == len(set(blocks)) > len([k for k in blocks if k[0] == "block"]) > 0
 
 
 def exchanged(text: str) -> list[tuple[int, ...]]:
@@ -319,6 +368,7 @@ def run_config(sizes, **changes):
     c.rollout.warmup = 2
     c.reward.functions = "odd.py:odd"
     c.rollout.ngram_earlier = 2
+    c.drafter.spot = False
     c.drafter.vocab = 64
     if sizes:
         c.mesh.data, c.mesh.fsdp, c.mesh.tensor = sizes
@@ -358,3 +408,49 @@ def test_a_run_on_a_mesh_is_that_of_one_device_and_goes_on_with_another(
             np.testing.assert_allclose(a[name], b[name], rtol=2e-5, atol=1e-7, err_msg=name)
         assert a["compile/unexpected"] == 0
     assert wanted[-1]["grad_norm"] > 0
+
+
+def test_idle_devices_teach_the_drafter_and_change_no_token(tmp_path, capsys, monkeypatch):
+    """The spot trainer: its updates are counted, its drafter is the one that goes on."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("odd.py").write_text(
+        "def odd(completion_ids):\n    return [x[0] % 7 for x in completion_ids]\n"
+    )
+    compiling, begin, seen = spot.Trainer.compile, spot.Trainer.begin, []
+
+    def start(self):
+        begin(self)
+        time.sleep(3)  # for an update or more, however short these rows are
+
+    def end(self, ended=spot.Trainer.end):
+        learned, before = ended(self), self.given.state
+        seen.append(learned.state is not None)
+        if learned.state:
+            jax.tree.map(
+                lambda a, b: np.testing.assert_equal(a.sharding, b.sharding), before, learned.state
+            )
+            change = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), before, learned.state)
+            assert max(jax.tree.leaves(change.params)) > 0
+        return learned
+
+    monkeypatch.setattr(spot.Trainer, "compile", lambda self, given: compiling(self, given).join())
+    monkeypatch.setattr(spot.Trainer, "begin", start)
+    monkeypatch.setattr(spot.Trainer, "end", end)
+    changes = dict(steps=3, rollout__row_buckets="", rollout__warmup=0)
+    changes |= dict(sampling__stop_tokens=",".join(map(str, range(10, 70))))  # unlike lengths
+    loop.train(run_config((4, 2, 1), drafter__spot=True, **changes), tmp_path / "spot")
+    loop.train(run_config((4, 2, 1), **changes), tmp_path / "none")
+    said = [(tmp_path / name / "completions.jsonl").read_text() for name in ("spot", "none")]
+    assert said[0] == said[1]
+    found, plain = (metrics.read(tmp_path / name) for name in ("spot", "none"))
+    assert [row["grad_norm"] for row in found] == [row["grad_norm"] for row in plain]
+    assert "spot/updates" not in plain[0] and found[0]["spot/updates"] == 0  # nothing to read yet
+    updates = [row["spot/updates"] for row in found]
+    assert updates[1] > 0 and updates[2] > 0
+    done = [row["drafter/steps"] for row in found]
+    assert done == [1, 2 + updates[1], 3 + sum(updates)]
+    for row in found[1:]:
+        assert 0 < row["spot/busy_s"] and 4 * 3 < row["spot/idle_s"]
+        assert np.isfinite([row["spot/loss"], row["spot/acceptance_gained"]]).all()
+        assert row["compile/unexpected"] == 0
+    assert seen == [False, True, True]

@@ -100,6 +100,10 @@ def get_config() -> config_dict.ConfigDict:
     c.drafter.kind = "fastgrpo"  # fastgrpo | eagle | none
     # Depths of the policy that it reads: 1 (the last) | 3 (EAGLE-3; wants unroll 2 or more)
     c.drafter.features = 1
+    # It learns from kept sequences on devices that a rollout's last rows leave idle (mesh.data 2
+    # or more, one process), once so many rows or fewer are left for each device that goes on.
+    c.drafter.spot = True
+    c.drafter.spot_rows = 1
     # To start from: FILE.safetensors of `bench drafter`, or the workdir of a run (config warmup);
     # empty: random.
     c.drafter.init = ""

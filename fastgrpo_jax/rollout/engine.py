@@ -1,7 +1,7 @@
 """What an engine is laid out for: row and slot counts that are compiled, and the list of programs."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ class Engine:
       max_length: L, the longest sequence.
       rounds: rounds of a block before the host looks again.
       keep_finished: never compact and never stop early (the papers' baseline, for benches).
+      tail: the engine for the last rows, on some of this one's devices; the others are idle then.
+      name: what the kinds of its programs begin with.
+      scale: how many times its devices there are in the whole mesh.
     """
 
     spec: speculate.Spec
@@ -34,7 +37,30 @@ class Engine:
     rounds: int
     stop_tokens: tuple[int, ...]
     keep_finished: bool = False
+    tail: "Engine | None" = None
+    name: str = ""
+    scale: int = 1
     pool: pool_lib.Pool = dataclasses.field(default_factory=pool_lib.Pool)
+
+
+def with_tail(engine: Engine, mesh: Any, rows: int) -> Engine:
+    """Let the last rows be decoded on a smaller mesh, `rows` of them on each device at most."""
+    policy = dataclasses.replace(engine.spec.policy, mesh=mesh)
+    devices = sharding.shards(mesh)
+    most = min(rows * devices, buckets.below(engine.rows, engine.rows[-1]) or devices)
+    tail = dataclasses.replace(
+        engine,
+        spec=dataclasses.replace(engine.spec, policy=policy),
+        rows=buckets.row_ladder(max(most, devices), "", devices),
+        name="tail ",
+        scale=sharding.shards(engine.spec.policy.mesh) // devices,
+    )
+    return dataclasses.replace(engine, tail=tail)
+
+
+def key(engine: Engine, kind: str, *parts) -> tuple:
+    """Name a program of an engine; those of a tail are told apart from the whole mesh's."""
+    return (engine.name + kind, *parts)
 
 
 class Limits(NamedTuple):
@@ -81,26 +107,42 @@ def make_engine(
 
 def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
     """List the keys of every program that rollouts under a controller may need."""
-    keys: list[tuple] = [("prefill",)]
     sizes = [base.Bucket(r, s) for r in engine.rows for s in engine.slots]
+    keys: list[tuple] = [("prefill",)]
     keys += [("start", base.Bucket(engine.rows[-1], s)) for s in engine.slots]
-    uses_learned = False
-    for bucket in sizes:
-        for choice in controller.possible(bucket.rows):
-            keys.append(("block", bucket, choice))
-            uses_learned |= choice.drafter == "learned"
-    if engine.spec.eagle and uses_learned:
-        keys += [("activate", bucket) for bucket in sizes]
-    keys += [
-        ("resize", old, new)
-        for old in sizes
-        for new in sizes
-        if new != old and new.rows <= old.rows and new.slots >= old.slots
-    ]
+    keys += _decoding(engine, controller, sizes)
     if engine.total > engine.rows[-1]:
         full = [size for size in sizes if size.rows == engine.rows[-1]]
         keys += [("admit", old, new) for old in full for new in sizes if new.slots >= old.slots]
+    if engine.tail:
+        last = buckets.at_least(engine.rows, engine.tail.rows[-1])
+        met = [size for size in sizes if size.rows <= last]  # as they come from the whole mesh
+        keys += _decoding(engine.tail, controller, met)
     return keys
+
+
+def _decoding(engine: Engine, controller: strategy.Controller, met: list[base.Bucket]):
+    """List the keys of blocks and of what lies between them; the sizes `met` are resized too."""
+    sizes = [base.Bucket(r, s) for r in engine.rows for s in engine.slots]
+    keys, uses_learned = [], False
+    for bucket in sizes:
+        for choice in controller.possible(weighed(engine, bucket).rows):
+            keys.append(key(engine, "block", bucket, choice))
+            uses_learned |= choice.drafter == "learned"
+    if engine.spec.eagle and uses_learned:
+        keys += [key(engine, "activate", bucket) for bucket in sizes]
+    return keys + [
+        key(engine, "resize", old, new)
+        for old in dict.fromkeys((*met, *sizes))
+        for new in sizes
+        if new != old and new.rows <= old.rows and new.slots >= old.slots
+    ]
+
+
+def weighed(engine: Engine, bucket: base.Bucket) -> base.Bucket:
+    """Give the bucket of the whole mesh that has as many rows on each device, which is how a
+    controller knows a tail's."""
+    return dataclasses.replace(bucket, rows=bucket.rows * engine.scale)
 
 
 def warm_up(
@@ -111,6 +153,16 @@ def warm_up(
     Blocks take nearly all of the compiler's time; the small programs between them are compiled
     when they are met.
     """
+    asked = programs(engine, controller)
+    jobs = _blocks(engine, weights, asked)
+    if engine.tail:
+        narrow = sharding.narrow(engine.tail.spec.policy.mesh, weights)
+        jobs += _blocks(engine.tail, narrow, asked)
+    pool_lib.warm_up(engine.pool, jobs, threads)
+
+
+def _blocks(engine: Engine, weights: speculate.Weights, asked: list[tuple]) -> list[pool_lib.Job]:
+    """Describe the decode blocks of an engine that are asked for."""
     n, length, spec = engine.total, engine.max_length, engine.spec
     mesh = spec.policy.mesh
 
@@ -130,13 +182,13 @@ def warm_up(
     one, stop = shaped((), jnp.int32), shaped((len(engine.stop_tokens),), jnp.int32)
     known = sharding.shapes(mesh, weights)
     jobs = []
-    for key in programs(engine, controller):
-        if key[0] != "block":
+    for name in asked:
+        if name[0] != engine.name + "block":
             continue
-        _, bucket, choice = key
+        _, bucket, choice = name
         state = jax.eval_shape(lambda b=bucket: decode.empty_state(spec, b, sequences))
         state = state._replace(sequences=sequences)
         state = sharding.shapes(mesh, state, mesh and sharding.of_rollout(mesh, state))
         args = (known, sample, stop, state, one, one)
-        jobs.append(pool_lib.Job(key, decode.decode_block, {0: spec, 1: choice}, args))
-    pool_lib.warm_up(engine.pool, jobs, threads)
+        jobs.append(pool_lib.Job(name, decode.decode_block, {0: spec, 1: choice}, args))
+    return jobs

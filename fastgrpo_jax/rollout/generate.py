@@ -193,7 +193,7 @@ def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
         return _Live(state, new, move.seats)
     if new == live.bucket:
         return live
-    key = ("resize", live.bucket, new)
+    key = engine_lib.key(engine, "resize", live.bucket, new)
     state = pool_lib.call(engine.pool, key, decode.resize, {2: slots, 3: mesh}, live.state, keep)
     return _Live(state, new, move.seats)
 
@@ -208,6 +208,7 @@ def rollout(
     look: Callable[[int], None] = lambda live: None,
     memory: strategy.Memory | None = None,
     agree: Callable[[list[float]], list[float]] | None = None,
+    spare: Callable[[], None] = lambda: None,
 ) -> Rollout:
     """Answer P prompts G times each.
 
@@ -215,7 +216,8 @@ def rollout(
     told the number of live rows before each block, and may raise to stop the rollout. `memory`
     is what the controller has seen in earlier rollouts. Of several processes each has a clock of
     its own, so there the controller chooses without this rollout's times, and remembers those
-    that `agree` makes one process's.
+    that `agree` makes one process's. `spare` is called when the rows that are left move to the
+    engine's tail, and the other devices are idle until the end.
 
     Raises:
       UserError: for a prompt that is empty or above the limit.
@@ -240,14 +242,19 @@ def rollout(
     ready, blocks, outcomes = True, [], []
     while not done.all():
         look(int((~done).sum()))
+        if engine.tail and _fits(engine.tail, live, done):
+            live = _settle(engine, live, schedule.seat(live.seats, done, engine.rows), read, 0)
+            engine = engine.tail
+            live, weights, sample, stop = _retreat(engine, live, (weights, sample, stop))
+            spare()
         move = schedule.seat(live.seats, done, engine.rows, engine.keep_finished)
         going = move.seats.lines[schedule.alive(move.seats, done)]
         bucket = base.Bucket(len(move.keep), live.bucket.slots)
-        now = strategy.Situation(bucket, len(going), len(blocks))
+        now = strategy.Situation(engine_lib.weighed(engine, bucket), len(going), len(blocks))
         choice, rounds = controller.choose(memory, now, engine.rounds)
         live = _settle(engine, live, move, read, int(length[going].max()) - 1 + choice.span)
         if choice.drafter == "learned" and not ready:
-            key = ("activate", live.bucket)
+            key = engine_lib.key(engine, "activate", live.bucket)
             static = {0: engine.spec}
             state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
             live = live._replace(state=state)
@@ -255,7 +262,7 @@ def rollout(
         compiled = engine.pool.compiled
         live, block = _run_block(engine, (weights, sample, stop), live, choice, rounds, len(going))
         blocks.append(block)
-        outcome = _outcome(now._replace(bucket=live.bucket), block)
+        outcome = _outcome(now._replace(bucket=engine_lib.weighed(engine, live.bucket)), block)
         if engine.pool.compiled > compiled:  # its first run is no measure of its speed
             outcome = outcome._replace(seconds=math.nan)
         outcomes.append(outcome)
@@ -279,15 +286,28 @@ def rollout(
     )
 
 
+def _fits(tail: engine_lib.Engine, live: _Live, done) -> bool:
+    return not live.seats.waiting and len(schedule.alive(live.seats, done)) <= tail.rows[-1]
+
+
+def _retreat(tail: engine_lib.Engine, live: _Live, known: tuple) -> tuple:
+    """Move a rollout to the devices of its tail."""
+    mesh = tail.spec.policy.mesh
+    state = sharding.move_rollout(mesh, live.state)
+    return live._replace(state=state), *sharding.narrow(mesh, known)
+
+
 def _run_block(
     engine: engine_lib.Engine, known: tuple, live: _Live, choice, rounds: int, rows: int
 ) -> tuple[_Live, BlockRecord]:
     """Run one block on weights, sampling and stop tokens, and read its report: the one sync."""
     shrink_to = schedule.leave_at(live.seats, engine.rows, engine.keep_finished)
+    if engine.tail and not live.seats.waiting:
+        shrink_to = max(shrink_to, engine.tail.rows[-1])
     began, compiling = time.perf_counter(), engine.pool.seconds
     state, report = pool_lib.call(
         engine.pool,
-        ("block", live.bucket, choice),
+        engine_lib.key(engine, "block", live.bucket, choice),
         decode.decode_block,
         {0: engine.spec, 1: choice},
         *known,

@@ -68,6 +68,7 @@ _POSITIVE = (
     "loss.head_chunk",
     "checkpoint.every",
     "checkpoint.keep",
+    "drafter.spot_rows",
 )
 _NOT_NEGATIVE = (
     "seed",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base
+from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import head, policy
 from fastgrpo_jax.train import distill, forward, layout, optim
 from fastgrpo_jax.train.layout import StepBatch
@@ -78,7 +78,8 @@ def update(
     loss, grads = jax.value_and_grad(lambda p: _study(config, frozen, p, lesson)[0])(state.params)
     optimizer = optim.make_optimizer(config.optim)
     new = optim.guarded_update(optimizer, loss, grads, state.params, state.opt_state)
-    return State(new.params, new.opt_state), loss
+    mesh = config.frame.policy.mesh
+    return sharding.trained(mesh, State(new.params, new.opt_state)), loss
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -29,6 +29,7 @@ from fastgrpo_jax.train import (
 )
 from fastgrpo_jax.train import setup as setup_lib
 from fastgrpo_jax.train import signals as signals_lib
+from fastgrpo_jax.train import spot as spot_lib
 from fastgrpo_jax.train import step as step_lib
 
 COSTS = "costs.json"
@@ -102,8 +103,19 @@ def train(c, workdir: str | os.PathLike) -> None:
     try:
         with signals_lib.Signals() as signals:
             step = step_lib.make_train_step(setup.step)
+            spot = _spot(c, setup, state, memory)
             run = play.Run(
-                c, setup, engine, controller, looks_back, step, manager, writer, progress, signals
+                c,
+                setup,
+                engine,
+                controller,
+                looks_back,
+                step,
+                manager,
+                writer,
+                progress,
+                signals,
+                spot,
             )
             state, memory = _steps(run, state, memory)
     finally:
@@ -116,6 +128,19 @@ def train(c, workdir: str | os.PathLike) -> None:
         if hosts.first():
             eagle_file.save(path, setup.eagle, learned, memory.counts)
     _conclude(workdir)
+
+
+def _spot(c, setup, state: base.TrainState, memory: play.Memory) -> spot_lib.Trainer | None:
+    """Make the trainer for idle devices, and let it compile beside the first rollout."""
+    halves = rollouts.spot_meshes(c, setup)
+    if not halves:
+        return None
+    trainer = spot_lib.Trainer(setup.step, halves[1])
+    weights = rollouts.weights(c, setup, state, memory.counts)
+    student = drafter.State(state.drafter, state.drafter_opt_state)
+    rng = np.random.default_rng(0)
+    trainer.compile(spot_lib.Given(weights.policy, weights.draft_head, student, [], rng))
+    return trainer
 
 
 def _conclude(workdir: pathlib.Path) -> None:
@@ -150,6 +175,10 @@ def _steps(
                 save()
             raise
         row, learning = played.metrics, time.perf_counter()
+        if played.spot.state:
+            params, moments = played.spot.state
+            steps = state.drafter_steps + played.spot.updates
+            state = state._replace(drafter=params, drafter_opt_state=moments, drafter_steps=steps)
         batch = step_lib.place(run.setup.step, played.batch)
         state, learned = run.train_step(state, batch)
         row |= {name: float(value) for name, value in jax.device_get(learned).items()}

@@ -11,6 +11,7 @@ from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import answers as answers_lib
 from fastgrpo_jax.train import (
     data,
+    drafter,
     grpo,
     lengths,
     metrics,
@@ -21,6 +22,7 @@ from fastgrpo_jax.train import (
 )
 from fastgrpo_jax.train import setup as setup_lib
 from fastgrpo_jax.train import signals as signals_lib
+from fastgrpo_jax.train import spot as spot_lib
 from fastgrpo_jax.train import step as step_lib
 
 
@@ -37,10 +39,11 @@ class Run(NamedTuple):
     writer: metrics.Writer
     progress: metrics.Progress
     signals: signals_lib.Signals
+    spot: spot_lib.Trainer | None
 
     @property
     def studies(self) -> bool:
-        """Whether the drafter learns from sequences again."""
+        """Whether the drafter learns from sequences again after each step."""
         return bool(self.setup.step.eagle) and self.config.drafter.replay_updates > 0
 
     @property
@@ -69,6 +72,7 @@ class Played(NamedTuple):
     metrics: dict[str, float]
     completions: list[dict[str, Any]]
     memory: Memory
+    spot: spot_lib.Learned
 
 
 class Round(NamedTuple):
@@ -85,10 +89,13 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     c, setup = run.config, run.setup
     began, count, group = time.perf_counter(), c.task.prompts_per_step, c.task.group
     weights = rollouts.weights(c, setup, state, memory.counts)
-    rounds, teaches = [], np.zeros(0, bool)
+    rounds, teaches, learned = [], np.zeros(0, bool), []
+    student = drafter.State(state.drafter, state.drafter_opt_state)
     while teaches.sum() < count and len(rounds) <= c.task.resample_max:
-        one, memory = _round(run, weights, int(state.step), memory)
+        one, memory, taught = _round(run, weights, int(state.step), memory, student)
         rounds.append(one)
+        learned.append(taught)
+        student = taught.state or student
         found = resample.informative(one.answers.scores.total.reshape(count, group))
         teaches = np.concatenate([teaches, found])
     renewed = run.controller.renew(memory.controller)  # the step changes the weights
@@ -117,6 +124,7 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     advantages = grpo.advantages(totals, c.loss.advantage_scale).reshape(-1)
     packed = _pack(run, kept.batch) if c.optim.token_budget else None
     row |= packing.statistics(packed) if packed else {}
+    row |= spot_lib.metrics(spot_lib.total(learned)) if run.spot else {}
     return Played(
         answers_lib.step_batch(
             kept.batch,
@@ -129,6 +137,7 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         row,
         answers_lib.lines(kept, advantages, c.log.completions_per_step),
         memory,
+        spot_lib.total(learned),
     )
 
 
@@ -138,8 +147,27 @@ def _pack(run: Run, batch: base.RolloutBatch):
     return packing.pack(batch.prompt_length, batch.length, group, longest, budget)
 
 
-def _round(run: Run, weights: speculate.Weights, step: int, memory: Memory) -> tuple[Round, Memory]:
-    """Take the next P prompts of the data stream, answer and score them."""
+def _round(
+    run: Run, weights: speculate.Weights, step: int, memory: Memory, student: drafter.State
+) -> tuple[Round, Memory, spot_lib.Learned]:
+    """Take the next P prompts of the data stream, answer and score them. Devices that are idle
+    meanwhile teach the drafter."""
+    if not run.spot:
+        return *_answered(run, weights, step, memory), spot_lib.NOTHING
+    rng = np.random.Generator(np.random.Philox([run.config.seed, step, memory.cursor]))
+    given = spot_lib.Given(weights.policy, weights.draft_head, student, memory.replay, rng)
+    run.spot.prepare(given)
+    try:
+        found = _answered(run, weights, step, memory)
+    except BaseException:
+        run.spot.stop()
+        raise
+    return *found, run.spot.end()
+
+
+def _answered(
+    run: Run, weights: speculate.Weights, step: int, memory: Memory
+) -> tuple[Round, Memory]:
     c, setup = run.config, run.setup
     prompts, cursor, changed = data.take(
         setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
@@ -202,6 +230,7 @@ def _answer(
         look,
         memory.controller,
         rollouts.agree if hosts.count() > 1 else None,
+        run.spot.begin if run.spot else lambda: None,
     )
 
 
@@ -220,6 +249,6 @@ def _remember(
         lengths=lengths.learn(memory.lengths, ids, said) if run.waits else {},
         corpus=rollouts.remember(c, memory.corpus, ids, batch) if run.looks_back else {},
         replay=replay.add(memory.replay, step, batch, c.drafter.replay_tokens)
-        if run.studies
+        if run.studies or run.spot
         else [],
     )

@@ -142,7 +142,15 @@ def engine(c, setup: setup_lib.Setup, controller: strategy.Controller) -> engine
         span=max(choice.span for choice in choices),
     )
     made.pool.limit = r.max_programs
-    return made
+    halves = spot_meshes(c, setup)
+    return engine_lib.with_tail(made, halves[0], c.drafter.spot_rows) if halves else made
+
+
+def spot_meshes(c, setup: setup_lib.Setup) -> tuple | None:
+    """Split the mesh for a rollout's last rows and for the drafter's training beside them, if it
+    trains and the mesh allows it."""
+    wanted = c.drafter.spot and setup.step.eagle and c.drafter.replay_tokens
+    return sharding.split(setup.model.config.mesh) if wanted else None
 
 
 def _check_chains(c, choices) -> None:

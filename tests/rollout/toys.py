@@ -137,6 +137,7 @@ def rollout(
     request: generate.Request = REQUEST,
     limits: engine_lib.Limits = LIMITS,
     look=lambda live: None,
+    **more,
 ) -> generate.Rollout:
     """Roll out, and fail rather than hang where rows never end."""
     blocks = []
@@ -146,7 +147,7 @@ def rollout(
         assert len(blocks) <= 2 * LIMITS.total, "the rollout does not end"
         look(live)
 
-    return generate.rollout(made, w, request, settings, limits, controller, watch)
+    return generate.rollout(made, w, request, settings, limits, controller, watch, **more)
 
 
 @functools.cache
