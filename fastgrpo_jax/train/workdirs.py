@@ -4,11 +4,11 @@ import json
 import os
 import pathlib
 import secrets
+from importlib import metadata
 from typing import Any
 
 import jax
 
-import fastgrpo_jax
 from fastgrpo_jax import base, hosts
 from fastgrpo_jax.train import checkpoint, metrics
 
@@ -62,7 +62,7 @@ def check_alike(c) -> None:
     Raises:
       UserError: naming the first key that differs.
     """
-    mine = _flat(c.to_dict()) | {"the version": (fastgrpo_jax.__version__, jax.__version__)}
+    mine = _flat(c.to_dict()) | {"the version": (metadata.version("fastgrpo-jax"), jax.__version__)}
     first, *others = hosts.exchange(mine)
     for i, other in enumerate(others, 1):
         for name, value in first.items():
