@@ -18,7 +18,19 @@ from fastgrpo_jax import base, configs, sharding
 from fastgrpo_jax.models import attention, eagle, lora
 from fastgrpo_jax.rollout import buckets, costs, decode, generate, goodput, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
-from fastgrpo_jax.train import checkpoint, distill, grpo, loop, metrics, optim, spot, step
+from fastgrpo_jax.train import (
+    checkpoint,
+    distill,
+    drafter,
+    grpo,
+    loop,
+    metrics,
+    optim,
+    packing,
+    replay,
+    spot,
+    step,
+)
 from tests.rollout import toys
 
 CONFIG = dataclasses.replace(toys.CONFIG, vocab=40, layers=1, heads=4, kv_heads=2, qk_norm=True)
@@ -236,12 +248,18 @@ def first_state(config) -> base.TrainState:
 
 
 @functools.cache
-def trained(sizes, **changes):
-    """Take two steps; returns the state and what it and the metrics are on the host."""
-    config = step_config(sizes, **changes)
+def trained(sizes, budget=0, **changes):
+    """Take two steps, packed if there is a budget; returns the state and what it and the metrics
+    are on the host."""
+    config, rows = step_config(sizes, **changes), batch()
+    if budget:
+        lengths = np.asarray(rows.prompt_length), np.asarray(rows.length)
+        devices = sharding.shards(config.policy.mesh)
+        rows = rows._replace(packed=packing.pack(*lengths, G, T, budget, devices))
+        assert rows.packed.sequence.shape[0] % devices == 0
     state, train_step = first_state(config), step.make_train_step(config)
     for _ in range(2):
-        state, found = train_step(state, step.place(config, batch()))
+        state, found = train_step(state, step.place(config, rows))
     assert train_step._cache_size() == 1
     return state, jax.device_get((state, found))
 
@@ -252,11 +270,14 @@ def trained(sizes, **changes):
         ((1, 8, 1), dict(micro_batches=2, remat="full")),
         ((2, 2, 2), {}),
         ((1, 2, 4), {}),
+        ((2, 2, 2), dict(budget=20)),
+        ((1, 8, 1), dict(budget=14, remat="dots")),
     ],
-    ids=["fsdp", "all three", "tensor"],
+    ids=["fsdp", "all three", "tensor", "packed", "packed, few places"],
 )
 def test_losses_and_updates_are_those_of_one_device(sizes, changes):
-    """Twelve rows on 8, 4 or 2 devices, on 8 filled up to 16; groups together on 2 only (C19)."""
+    """Twelve rows on 8, 4 or 2 devices, on 8 filled up to 16; groups together on 2 only (C19).
+    Packed, each device has a bin at a time, some of the last turn an empty one."""
     state, (values, found) = trained(sizes, **changes)
     _, (wanted, wanted_metrics) = trained(ONE)
     jax.tree.map(
@@ -270,12 +291,15 @@ def test_losses_and_updates_are_those_of_one_device(sizes, changes):
 
 
 def test_adapters_are_cut_as_their_kernels_and_learn_as_on_one_device():
+    """Packed or padded, on one device or eight."""
     config = lora.LoraConfig(rank=4, alpha=8.0)
     state, (values, _) = trained((2, 2, 2), lora=config)
     _, (wanted, _) = trained(ONE, lora=config)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), values, wanted
-    )
+    others = [trained(sizes, budget=20, lora=config)[1][0] for sizes in (ONE, (2, 2, 2))]
+    for found in (values, *others):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11), found, wanted
+        )
     for name, cut in (("gate", {"a": 2, "b": 2}), ("down", {"a": 2, "b": 2})):
         for leaf, parts in cut.items():
             x = state.adapters["layer_0"]["mlp"][name][leaf]
@@ -286,6 +310,43 @@ def test_adapters_are_cut_as_their_kernels_and_learn_as_on_one_device():
         lora.merge(config, wanted.params, wanted.adapters)["layer_0"]["attn"]["q"]["kernel"],
         rtol=1e-9,
     )
+
+
+def studied(sizes) -> base.Params:
+    """Learn again from five kept sequences, twice, with the rollout's weights."""
+    config, mesh = step_config(sizes), mesh_of(sizes)
+    rows = batch()
+    kept = [
+        [0, rows.tokens[i, :start].tolist(), rows.tokens[i, start:end].tolist()]
+        for i, (start, end) in enumerate(zip(rows.prompt_length[:5], rows.length[:5]))
+        if end > start
+    ]
+    weights, state = weights_of(sizes), first_state(config)
+    done = replay.study(
+        replay.config_for(config),
+        weights.policy,
+        drafter.freeze(weights.policy),
+        drafter.State(state.drafter, state.drafter_opt_state),
+        kept,
+        2,
+        np.random.default_rng(0),
+    )
+    assert done.updates == 2
+    if mesh is not None:
+        where = sharding.of_params(mesh, done.state)
+        jax.tree.map(lambda x, s: np.testing.assert_equal(x.sharding, s), done.state, where)
+    return jax.device_get(done.state.params)
+
+
+def test_kept_sequences_teach_what_they_teach_on_one_device():
+    """The lesson is whole on each device, and the drafter stays in the layout of training."""
+    wanted = studied(ONE)
+    for sizes in ((2, 2, 2), (1, 8, 1)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11),
+            studied(sizes),
+            wanted,
+        )
 
 
 def _check_parts(state: base.TrainState, mesh):

@@ -84,6 +84,9 @@ def get_config() -> config_dict.ConfigDict:
     c.rollout.depth_max = 5  # fastgrpo: deepest draft
     c.rollout.width_max = 8  # fastgrpo: most children per node
     c.rollout.alpha = 0.75  # fastgrpo: depth = log2(tokens verified / alpha)
+    # Response tokens that a step adds to a row at most; a group that is not done goes on in the
+    # next step, by the policy as it is then (partial rollouts, with A-3PO's loss); 0: no limit.
+    c.rollout.segment = 0
     c.rollout.max_rows = 0  # rows decoded at one time, the others wait for a seat; 0: all
     # compiled row counts, comma-separated; empty: powers of 2. Rounded up to what devices can cut.
     c.rollout.row_buckets = ""

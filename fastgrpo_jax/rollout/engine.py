@@ -23,6 +23,7 @@ class Engine:
       max_length: L, the longest sequence.
       rounds: rounds of a block before the host looks again.
       keep_finished: never compact and never stop early (the papers' baseline, for benches).
+      partial: some rows of a rollout may be done before it begins, so it may begin with fewer.
       tail: the engine for the last rows, on some of this one's devices; the others are idle then.
       name: what the kinds of its programs begin with.
       scale: how many times its devices there are in the whole mesh.
@@ -37,6 +38,7 @@ class Engine:
     rounds: int
     stop_tokens: tuple[int, ...]
     keep_finished: bool = False
+    partial: bool = False
     tail: "Engine | None" = None
     name: str = ""
     scale: int = 1
@@ -109,7 +111,8 @@ def programs(engine: Engine, controller: strategy.Controller) -> list[tuple]:
     """List the keys of every program that rollouts under a controller may need."""
     sizes = [base.Bucket(r, s) for r in engine.rows for s in engine.slots]
     keys: list[tuple] = [("prefill",)]
-    keys += [("start", base.Bucket(engine.rows[-1], s)) for s in engine.slots]
+    begun = engine.rows if engine.partial else engine.rows[-1:]
+    keys += [("start", base.Bucket(rows, s)) for rows in begun for s in engine.slots]
     keys += _decoding(engine, controller, sizes)
     if engine.total > engine.rows[-1]:
         full = [size for size in sizes if size.rows == engine.rows[-1]]

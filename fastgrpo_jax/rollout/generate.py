@@ -32,7 +32,10 @@ class Request(NamedTuple):
     """What to answer: token ids of P prompts and their places in the data stream.
 
     expected: how long each prompt's responses are likely to be, to admit the longest first.
-    caps: a response limit of each of the P * G rows, where they differ (for benches).
+    caps: a limit of the new tokens of each of the P * G rows, where they differ.
+    starts: what each row goes on from, where that is more than its prompt: then the tokens of the
+      rollout's batch count as prompt up to there.
+    done: rows that are answered already; they are left alone.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -41,6 +44,14 @@ class Request(NamedTuple):
     step: int
     expected: tuple[float, ...] | None = None
     caps: tuple[int, ...] | None = None
+    starts: tuple[tuple[int, ...], ...] | None = None
+    done: tuple[bool, ...] | None = None
+
+    def rows(self, group: int) -> list[tuple[int, ...]]:
+        """List what each row goes on from."""
+        if self.starts is not None:
+            return list(self.starts)
+        return [prompt for prompt in self.prompts for _ in range(group)]
 
 
 class BlockRecord(NamedTuple):
@@ -81,15 +92,16 @@ def _sequences(
             f"{engine.total} rows of {engine.max_length}"
         )
     tokens = np.full((rows, engine.max_length), -1, np.int32)
-    length = np.repeat([len(p) for p in request.prompts], group).astype(np.int32)
+    starts = request.rows(group)
+    length = np.array([len(start) for start in starts], np.int32)
     longest = min(limits.prompt, limits.total - 1)
-    for i, prompt in enumerate(request.prompts):
-        if not 1 <= len(prompt) <= longest:
+    for i, start in enumerate(starts):
+        if not 1 <= len(start) <= longest:
             raise base.UserError(
-                f"prompt at place {request.places[i]} has {len(prompt)} tokens; allowed: 1 to "
-                f"{longest} (task.max_prompt_length, and one less than sampling.max_length)"
+                f"prompt at place {request.places[i // group]} has {len(start)} tokens; allowed: 1 "
+                f"to {longest} (task.max_prompt_length, and one less than sampling.max_length)"
             )
-        tokens[i * group : (i + 1) * group, : len(prompt)] = prompt
+        tokens[i, : len(start)] = start
     zeros = np.zeros((rows, engine.max_length), np.float32)
     caps = limits.response if request.caps is None else np.minimum(request.caps, limits.response)
     sequences = base.Sequences(
@@ -99,7 +111,7 @@ def _sequences(
         prompt_length=jnp.asarray(length),
         length=jnp.asarray(length),
         limit=jnp.asarray(np.minimum(length + caps, limits.total).astype(np.int32)),
-        done=jnp.zeros(rows, bool),
+        done=jnp.zeros(rows, bool) if request.done is None else jnp.asarray(request.done),
         stopped=jnp.zeros(rows, bool),
     )
     return sharding.put(engine.spec.policy.mesh, sequences)
@@ -156,10 +168,10 @@ class _Live(NamedTuple):
 
 def _begin(engine, request, read, sequences, need) -> _Live:
     """Seat the first rows, each with its prompt's memory and slots for one round."""
+    done = _done(engine, request)
     lines = schedule.order(engine.spec.group, len(request.prompts), request.expected)
-    move = schedule.seat(
-        schedule.begin(lines, engine.rows[-1]), np.zeros(engine.total, bool), engine.rows
-    )
+    lines = tuple(line for line in lines if not done[line])
+    move = schedule.seat(schedule.begin(lines, engine.rows[-1], engine.total), done, engine.rows)
     bucket = base.Bucket(len(move.fresh), buckets.at_least(engine.slots, need))
     mesh = engine.spec.policy.mesh
     state = pool_lib.call(
@@ -169,12 +181,21 @@ def _begin(engine, request, read, sequences, need) -> _Live:
         {4: bucket.slots, 5: mesh},
         read,
         sequences,
-        *sharding.put(mesh, (move.fresh, move.fresh // engine.spec.group)),
+        *sharding.put(mesh, (move.fresh, _source(engine, request, move))),
     )
     return _Live(state, bucket, move.seats)
 
 
-def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
+def _done(engine, request) -> np.ndarray:
+    return np.zeros(engine.total, bool) if request.done is None else np.array(request.done)
+
+
+def _source(engine, request, move: schedule.Move):
+    """Say which of what was read each fresh row goes on from."""
+    return move.fresh if request.starts is not None else move.fresh // engine.spec.group
+
+
+def _settle(engine, request, live: _Live, move: schedule.Move, read, need: int) -> _Live:
     """Make the move, and grow the slots where the next round needs more."""
     slots = max(live.bucket.slots, buckets.at_least(engine.slots, need))
     new, mesh = base.Bucket(len(move.keep), slots), engine.spec.policy.mesh
@@ -188,7 +209,7 @@ def _settle(engine, live: _Live, move: schedule.Move, read, need: int) -> _Live:
             read,
             live.state,
             keep,
-            *sharding.put(mesh, (move.fresh, move.fresh // engine.spec.group)),
+            *sharding.put(mesh, (move.fresh, _source(engine, request, move))),
         )
         return _Live(state, new, move.seats)
     if new == live.bucket:
@@ -226,9 +247,9 @@ def rollout(
     memory = before = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
     sequences = _sequences(engine, request, limits)
-    length = np.asarray([len(p) for p in request.prompts for _ in range(engine.spec.group)])
-    done = np.zeros(engine.total, bool)
-    read = _prefill(engine, weights, request.prompts)
+    length = np.asarray([len(start) for start in request.rows(engine.spec.group)])
+    done = _done(engine, request)
+    read = _prefill(engine, weights, request.prompts if request.starts is None else request.starts)
     live = _begin(engine, request, read, sequences, int(length.max()) - 1 + span)
     jax.block_until_ready(live.state)
     prefilled = time.perf_counter()
@@ -243,7 +264,8 @@ def rollout(
     while not done.all():
         look(int((~done).sum()))
         if engine.tail and _fits(engine.tail, live, done):
-            live = _settle(engine, live, schedule.seat(live.seats, done, engine.rows), read, 0)
+            move = schedule.seat(live.seats, done, engine.rows)
+            live = _settle(engine, request, live, move, read, 0)
             engine = engine.tail
             live, weights, sample, stop = _retreat(engine, live, (weights, sample, stop))
             spare()
@@ -252,7 +274,9 @@ def rollout(
         bucket = base.Bucket(len(move.keep), live.bucket.slots)
         now = strategy.Situation(engine_lib.weighed(engine, bucket), len(going), len(blocks))
         choice, rounds = controller.choose(memory, now, engine.rounds)
-        live = _settle(engine, live, move, read, int(length[going].max()) - 1 + choice.span)
+        live = _settle(
+            engine, request, live, move, read, int(length[going].max()) - 1 + choice.span
+        )
         if choice.drafter == "learned" and not ready:
             key = engine_lib.key(engine, "activate", live.bucket)
             static = {0: engine.spec}

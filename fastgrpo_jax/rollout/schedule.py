@@ -47,9 +47,10 @@ def quantum(rows: int, keep_finished: bool) -> int:
     return rows if keep_finished else max(1, rows // 8)
 
 
-def begin(lines: tuple[int, ...], capacity: int) -> Seats:
-    """Make the seats before anybody sits: all empty."""
-    return Seats(np.full(capacity, len(lines), np.int32), lines)
+def begin(lines: tuple[int, ...], capacity: int, total: int = 0) -> Seats:
+    """Make the seats before anybody sits: all empty. Of `total` lines (0: as many as are given)
+    those that are not given are never admitted."""
+    return Seats(np.full(capacity, total or len(lines), np.int32), lines)
 
 
 def alive(seats: Seats, done: Bool[np.ndarray, " N"]) -> Int[np.ndarray, " b"]:

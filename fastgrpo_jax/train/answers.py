@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from fastgrpo_jax import base, hosts
 from fastgrpo_jax.train import data, layout, overlong, rewards
@@ -14,12 +14,16 @@ OVERLONG = "soft_overlong_punishment"  # its metrics' name, TRL's
 
 
 class Answers(NamedTuple):
-    """Groups of rows, row = prompt * G + sample, with their texts and rewards."""
+    """Groups of rows, row = prompt * G + sample, with their texts and rewards.
+
+    ages: updates of the policy since each row was begun; None: all 0.
+    """
 
     prompts: list[data.Prompt]
     batch: base.RolloutBatch
     scores: rewards.Scores
     texts: list[str]
+    ages: Int[np.ndarray, " N"] | None = None
 
 
 def score(
@@ -105,8 +109,7 @@ def step_batch(
     advantages: Float[np.ndarray, " N"],
     temperature: float,
     only_stopped: bool,
-    draft_ids: Int[Array, " W"] | None = None,
-    packed: layout.Packed | None = None,
+    ages: Int[np.ndarray, " N"] | None = None,
 ) -> layout.StepBatch:
     """Hand a rollout to the train step; `only_stopped` keeps truncated rows out of the loss."""
     return layout.StepBatch(
@@ -117,8 +120,7 @@ def step_batch(
         advantages=jnp.asarray(advantages),
         temperature=jnp.full(len(advantages), temperature, jnp.float32),
         kept=jnp.asarray(batch.stopped) if only_stopped else None,
-        draft_ids=draft_ids,
-        packed=packed,
+        staleness=None if ages is None else jnp.asarray(ages),
     )
 
 

@@ -43,6 +43,8 @@ def numbers(c) -> None:
     for field in ("rollout.draft_tau", "rollout.alpha"):
         if not 0 < _value(c, field) < float("inf"):
             refuse(field, "above 0")
+    if c.rollout.segment and c.task.resample_max:
+        refuse("task.resample_max", "0 with rollout.segment, whose groups are answered over steps")
     rows = c.task.prompts_per_step * c.task.group
     if c.optim.micro_batches < 1 or rows % c.optim.micro_batches:
         refuse(
@@ -81,6 +83,7 @@ _NOT_NEGATIVE = (
     "rollout.c_peak",
     "rollout.measure_seconds",
     "rollout.max_rows",
+    "rollout.segment",
     "rollout.warmup",
     "rollout.ngram_earlier",
     "rollout.ngram_memory",

@@ -176,11 +176,13 @@ def padded(batch: StepBatch, places: Places, width: int, responses: int) -> Rows
     )
 
 
-def packed(batch: StepBatch, places: Places, index: Int[Array, ""], group: int) -> Rows:
-    """Lay out one bin of a packed batch, S = X; of a group it has the prompt once."""
+def packed(
+    batch: StepBatch, places: Places, first: Int[Array, ""], group: int, count: int = 1
+) -> Rows:
+    """Lay out some bins of a packed batch, S = X; of a group each has the prompt once."""
     pack, length = batch.packed, batch.packed.sequence.shape[1]
     sequence, positions, previous = (
-        jax.lax.dynamic_slice_in_dim(x, index, 1)
+        jax.lax.dynamic_slice_in_dim(x, first, count)
         for x in (pack.sequence, pack.position, pack.previous)
     )
     owner = jnp.maximum(sequence, 0)
@@ -193,7 +195,9 @@ def packed(batch: StepBatch, places: Places, index: Int[Array, ""], group: int) 
         mask=_visible(owner // group, part, positions),
         previous=previous,
         sequence=jnp.where(part >= 0, sequence, -1),
-        spot=jnp.clip(pack.start[:, None] + offset, 0, length - 1),
+        spot=jnp.clip(
+            ((pack.bin - first) * length + pack.start)[:, None] + offset, 0, count * length - 1
+        ),
     )
 
 

@@ -59,7 +59,7 @@ def train(c, workdir: str | os.PathLike) -> None:
     hosts.same("what the data or the reward functions' files say", setup.source)
     state = setup_lib.first_state(c, setup)
     manager = checkpoint.open_manager(workdir, c.checkpoint.keep)
-    memory = play.Memory(0, 0, {}, setup.counts, {}, {}, [], "")
+    memory = play.Memory(0, 0, {}, setup.counts, {}, {}, [], [], "")
     if manager.latest_step() is not None:
         state, extra = checkpoint.restore(manager, state)
         if extra.keys() != set(play.Memory._fields):

@@ -34,8 +34,10 @@ def pack(
     group: int,
     longest: int,
     budget: int,
+    devices: int = 1,
 ) -> layout.Packed:
-    """Pack sequences of which each `group` that follow one another share a prompt.
+    """Pack sequences of which each `group` that follow one another share a prompt; `devices` run
+    a bin each at a time.
 
     Longest first, each goes where it takes the fewest places (a prompt that is there already takes
     none), into the first of such bins. A bin holds its responses, then its prompts. Sequences
@@ -52,7 +54,8 @@ def pack(
     bins = bins_for(len(length), longest, budget)
     chosen = assign(prompt_length, length, group, bins, budget)
     count, start = chosen.max(initial=-1) + 1, np.zeros(len(length), np.int32)
-    sequence, position, previous = (np.full((bins, budget), x, np.int32) for x in (-1, 0, -1))
+    room = -(-bins // devices) * devices, budget
+    sequence, position, previous = (np.full(room, x, np.int32) for x in (-1, 0, -1))
     for b in range(count):
         members = np.flatnonzero(chosen == b)
         _, first, of_prompt = np.unique(members // group, return_index=True, return_inverse=True)

@@ -51,8 +51,15 @@ def sum_micro_batches(
     return grads, jax.tree.map(join, terms)
 
 
-def sum_bins(grad: Callable, batch: StepBatch, places: Places, group: int, micro_batches: int):
-    """Call grad(batch, places, rows) for each bin that is filled.
+def sum_bins(
+    grad: Callable,
+    batch: StepBatch,
+    places: Places,
+    group: int,
+    micro_batches: int,
+    mesh: Any = None,
+):
+    """Call grad(batch, places, rows) for the bins that are filled, one for each device at a time.
 
     No gradient is taken through this loop, so how long it is may depend on the batch.
 
@@ -65,14 +72,22 @@ def sum_bins(grad: Callable, batch: StepBatch, places: Places, group: int, micro
             "bins are run one by one already"
         )
 
-    def one(index):
-        mine = layout.only(places, batch.packed.bin == index)
-        return grad(batch, mine, layout.packed(batch, places, index, group))
+    devices = sharding.shards(mesh)
 
-    def accumulate(index, total):
-        return jax.tree.map(lambda x, y: x | y if x.dtype == bool else x + y, total, one(index))
+    def one(turn):
+        first = turn * devices
+        inside = (batch.packed.bin >= first) & (batch.packed.bin < first + devices)
+        rows = layout.packed(batch, places, first, group, devices)
+        cut = sharding.rows(mesh, rows._replace(spot=None))  # a spot is of all that are run
+        return grad(batch, layout.only(places, inside), cut._replace(spot=rows.spot))
 
-    return jax.lax.fori_loop(0, batch.packed.count, accumulate, _nothing(one, jnp.int32(0)))
+    def accumulate(turn, total):
+        grads, terms = one(turn)
+        new = sharding.trained(mesh, grads), terms
+        return jax.tree.map(lambda x, y: x | y if x.dtype == bool else x + y, total, new)
+
+    turns = -(-batch.packed.count // devices)
+    return jax.lax.fori_loop(0, turns, accumulate, _nothing(one, jnp.int32(0)))
 
 
 def _nothing(function: Callable, *args):

@@ -5,14 +5,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastgrpo_jax import base, hosts
+from fastgrpo_jax import base, hosts, sharding
 from fastgrpo_jax.rollout import corpus, draft_vocab, generate, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import answers as answers_lib
 from fastgrpo_jax.train import (
+    carry,
     data,
     drafter,
     grpo,
+    layout,
     lengths,
     metrics,
     packing,
@@ -62,6 +64,7 @@ class Memory(NamedTuple):
     lengths: lengths.Lengths  # of each prompt's responses, where rows wait for a seat
     corpus: corpus.Corpus  # earlier answers, where the n-gram drafter may be chosen
     replay: replay.Buffer  # sequences that the drafter learns from again
+    carried: list[carry.Group]  # that are not answered yet, with rollout.segment
     source: str  # fingerprint of the data and of the rewards' files
 
 
@@ -76,7 +79,7 @@ class Played(NamedTuple):
 
 
 class Round(NamedTuple):
-    """P prompts, answered and scored."""
+    """P prompts, answered and scored; with rollout.segment those that are done."""
 
     answers: answers_lib.Answers
     rollout: generate.Rollout
@@ -96,7 +99,7 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         rounds.append(one)
         learned.append(taught)
         student = taught.state or student
-        found = resample.informative(one.answers.scores.total.reshape(count, group))
+        found = resample.informative(one.answers.scores.total.reshape(-1, group))
         teaches = np.concatenate([teaches, found])
     renewed = run.controller.renew(memory.controller)  # the step changes the weights
     memory = memory._replace(controller=renewed)
@@ -108,8 +111,10 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
         c.reward.overlong_buffer,
         c.reward.overlong_factor,
     )
-    groups = resample.choose(teaches, count)
-    kept = answers_lib.take(everything, groups) if len(rounds) > 1 else everything
+    kept, groups = everything, range(count)
+    if len(rounds) > 1:
+        groups = resample.choose(teaches, count)
+        kept = answers_lib.take(everything, groups)
     row = _describe(run, everything, generate.joined([one.rollout for one in rounds]), memory)
     if weights.draft_ids is not None:
         ids = np.asarray(weights.draft_ids)
@@ -120,20 +125,20 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     if c.task.resample_max:
         row["resample/rounds"] = float(len(rounds) - 1)
         row["resample/replaced"] = float(sum(i >= count for i in groups))
-    totals = kept.scores.total.reshape(count, group)
+    if c.rollout.segment:
+        row["partial/carried"] = float(len(memory.carried))
+        row["partial/age_mean"] = float(kept.ages.mean())
+    totals = kept.scores.total.reshape(-1, group)
     advantages = grpo.advantages(totals, c.loss.advantage_scale).reshape(-1)
-    packed = _pack(run, kept.batch) if c.optim.token_budget else None
+    batch = answers_lib.step_batch(
+        kept.batch, advantages, c.sampling.temperature, c.loss.mask_truncated, kept.ages
+    )
+    batch = layout.fill(batch, count * group - len(advantages))
+    packed = _pack(run, batch) if c.optim.token_budget else None
     row |= packing.statistics(packed) if packed else {}
     row |= spot_lib.metrics(spot_lib.total(learned)) if run.spot else {}
     return Played(
-        answers_lib.step_batch(
-            kept.batch,
-            advantages,
-            c.sampling.temperature,
-            c.loss.mask_truncated,
-            weights.draft_ids,
-            packed,
-        ),
+        batch._replace(draft_ids=weights.draft_ids, packed=packed),
         row,
         answers_lib.lines(kept, advantages, c.log.completions_per_step),
         memory,
@@ -141,10 +146,12 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     )
 
 
-def _pack(run: Run, batch: base.RolloutBatch):
+def _pack(run: Run, batch: layout.StepBatch):
+    lengths = np.asarray(batch.prompt_length), np.asarray(batch.length)
     group, budget = run.config.task.group, run.config.optim.token_budget
     longest = run.setup.limits.total
-    return packing.pack(batch.prompt_length, batch.length, group, longest, budget)
+    devices = sharding.shards(run.setup.step.policy.mesh)
+    return packing.pack(*lengths, group, longest, budget, devices)
 
 
 def _round(
@@ -168,11 +175,23 @@ def _round(
 def _answered(
     run: Run, weights: speculate.Weights, step: int, memory: Memory
 ) -> tuple[Round, Memory]:
-    c, setup = run.config, run.setup
-    prompts, cursor, changed = data.take(
-        setup.task, memory.cursor, c.task.prompts_per_step, setup.rendering
+    c, setup, count = run.config, run.setup, run.config.task.prompts_per_step
+    groups = carry.read(memory.carried)
+    prompts = [data.take(setup.task, g.place, 1, setup.rendering)[0][0] for g in groups]
+    new, cursor, changed = data.take(
+        setup.task, memory.cursor, count - len(groups), setup.rendering
     )
-    rollout = _answer(run, weights, prompts, step, memory)
+    prompts, ages = prompts + new, None
+    if c.rollout.segment:
+        groups += carry.fresh(new, step, c.task.group)
+        rollout, groups = _continue(run, weights, prompts, groups, step, memory)
+        ready = [i for i, g in enumerate(groups) if carry.finished(g)]
+        done, prompts = [groups[i] for i in ready], [prompts[i] for i in ready]
+        rollout = rollout._replace(batch=carry.batch(done, prompts, setup.limits.total))
+        ages = carry.ages(done, step)
+        memory = memory._replace(carried=[g for g in groups if not carry.finished(g)])
+    else:
+        rollout = _answer(run, weights, prompts, step, memory)
     rolled = time.perf_counter()
     run.progress.phase("rewards")
     answers = answers_lib.score(
@@ -180,7 +199,26 @@ def _answered(
     )
     seconds = time.perf_counter() - rolled
     memory = _remember(run, memory, prompts, rollout, step, weights.draft_ids is not None)
+    answers = answers._replace(ages=ages)
     return Round(answers, rollout, changed, seconds), memory._replace(cursor=cursor)
+
+
+def _continue(
+    run: Run, weights: speculate.Weights, prompts, groups: list[carry.Group], step, memory: Memory
+) -> tuple[generate.Rollout, list[carry.Group]]:
+    """Go on with groups, segment by segment until one of them is done, which one usually is."""
+    limits, segment, runs = run.setup.limits, run.config.rollout.segment, []
+    while not any(map(carry.finished, groups)):
+        more = dict(
+            starts=carry.starts(groups, prompts),
+            done=carry.done(groups),
+            caps=carry.caps(groups, limits.response, segment),
+        )
+        runs.append(_answer(run, weights, prompts, step, memory, **more))
+        memory = memory._replace(controller=runs[-1].memory)
+        said = runs[-1].batch
+        groups = carry.advance(groups, prompts, said, limits.response, limits.total)
+    return generate.joined(runs), groups
 
 
 def _describe(
@@ -200,7 +238,7 @@ def _describe(
 
 
 def _answer(
-    run: Run, weights: speculate.Weights, prompts, step: int, memory: Memory
+    run: Run, weights: speculate.Weights, prompts, step: int, memory: Memory, **more
 ) -> generate.Rollout:
     """Roll out the prompts of a step, with what is remembered of them."""
     c, setup = run.config, run.setup
@@ -219,13 +257,14 @@ def _answer(
         c.seed,
         step,
         lengths.expect(memory.lengths, ids) if run.waits else None,
+        **more,
     )
     return generate.rollout(
         run.engine,
         weights,
         request,
         setup.sampling,
-        setup.limits,
+        rollouts.limits(c, setup),
         run.controller,
         look,
         memory.controller,

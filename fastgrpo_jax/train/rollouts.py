@@ -135,15 +135,21 @@ def engine(c, setup: setup_lib.Setup, controller: strategy.Controller) -> engine
         spec,
         rows=rows,
         total=total,
-        limits=setup.limits,
+        limits=limits(c, setup),
         stop_tokens=check.stop_tokens(c.sampling.stop_tokens, setup.model),
         slot_step=r.slot_step,
         rounds=r.block_rounds,
         span=max(choice.span for choice in choices),
     )
-    made.pool.limit = r.max_programs
+    made.pool.limit, made.partial = r.max_programs, r.segment > 0
     halves = spot_meshes(c, setup)
     return engine_lib.with_tail(made, halves[0], c.drafter.spot_rows) if halves else made
+
+
+def limits(c, setup: setup_lib.Setup) -> engine_lib.Limits:
+    """Take the run's limits; a row that goes on from an earlier step begins anywhere."""
+    whole = setup.limits
+    return whole._replace(prompt=whole.total - 1) if c.rollout.segment else whole
 
 
 def spot_meshes(c, setup: setup_lib.Setup) -> tuple | None:

@@ -56,11 +56,6 @@ def prepare(c) -> Setup:
     """
     check.numbers(c)
     mesh = sharding.mesh_for(c.mesh.data, c.mesh.fsdp, c.mesh.tensor)
-    if c.optim.token_budget and sharding.shards(mesh) > 1:
-        raise base.UserError(
-            f"optim.token_budget is {c.optim.token_budget}; allowed: 0 where rows are cut over "
-            f"devices (mesh.data x mesh.fsdp is {sharding.shards(mesh)})"
-        )
     losses = _losses(c)
     check.one_strategy(c, "rollout.strategy", c.rollout.strategy)
     check.strategies(c)

@@ -127,10 +127,13 @@ def init_state(
 
 
 def place(config: StepConfig, batch: StepBatch) -> StepBatch:
-    """Give each device its rows of a batch, filled up with rows that contribute nothing."""
+    """Give each device its rows of a batch, filled up with rows that contribute nothing; a packed
+    batch is whole on each, since any device may run any bin."""
     mesh = config.policy.mesh
     if mesh is None:
         return batch
+    if batch.packed:
+        return sharding.put(mesh, batch)
     missing = -batch.tokens.shape[0] % (sharding.shards(mesh) * config.micro_batches)
     ids = sharding.put(mesh, batch.draft_ids)
     rows = layout.fill(batch._replace(draft_ids=None), missing)
@@ -154,7 +157,9 @@ def make_train_step(config: StepConfig):
 def _options(config: StepConfig) -> dict[str, str] | None:
     """Keep the barriers of `remat` on CPU, where XLA takes them out before it schedules: what
     should be made again late is else made early and kept, so that no memory is saved."""
-    if config.remat == "none" or jax.default_backend() != "cpu":
+    mesh = config.policy.mesh
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if config.remat == "none" or platform != "cpu":
         return None
     return {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
@@ -174,7 +179,7 @@ def gradients(
     grad = functools.partial(grad, trained, frozen)
     mesh = config.policy.mesh
     if batch.packed:
-        grads, terms = parts.sum_bins(grad, batch, places, config.group, config.micro_batches)
+        grads, terms = parts.sum_bins(grad, batch, places, config.group, config.micro_batches, mesh)
     else:
         grads, terms = parts.sum_micro_batches(grad, batch, places, config.micro_batches, mesh)
     return *grads, terms, places
@@ -318,16 +323,18 @@ def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> hea
     temperature = batch.temperature[jnp.maximum(rows.sequence, 0)]
     inputs = (ahead, rows.targets, temperature, drafts and drafts.hidden)
     own = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
-    count = None if rows.spot is None else jnp.sum(rows.sequence >= 0, dtype=jnp.int32)
+    # Of a bin the responses come first, and a device has one.
+    filled = None if rows.spot is None else jnp.sum(rows.sequence >= 0, 1, dtype=jnp.int32)
     mesh = config.policy.mesh
     table = sharding.gathered(mesh, {"head": policy.head_table(params)})["head"]
 
     def score(shared, own):
-        ahead, targets, temperature, hidden = own
+        (ahead, targets, temperature, hidden), filled = own
         table, ids = shared
+        count = None if filled is None else filled[0]
         return head.score(ahead, table, targets, temperature, config.head_chunk, hidden, ids, count)
 
-    scores = sharding.by_rows(mesh, score, (table, batch.draft_ids), own)
+    scores = sharding.by_rows(mesh, score, (table, batch.draft_ids), (own, filled))
     scores = jax.tree.map(lambda x: x.reshape(*rows.sequence.shape, *x.shape[1:]), scores)
     return jax.tree.map(lambda x: layout.per_sequence(x, rows, places), scores)
 

@@ -126,17 +126,20 @@ def compiled_for(topology, kernel, tokens, dtype):
         return function.lower(*shapes(tokens, dtype, sharding)).compile().as_text()
 
 
+TPU_ENVIRONMENT = {  # what libtpu asks where there is none
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
 @pytest.mark.parametrize("tokens", [5, 64])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_compiles_for_a_tpu(monkeypatch, tokens, dtype):
     """Qwen2.5-7B's heads; needs libtpu, but no TPU."""
     pytest.importorskip("libtpu")
-    for name, value in {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
+    for name, value in TPU_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     assert "tpu_custom_call" in compiled_for(topology, "tpu", tokens, dtype)
