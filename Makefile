@@ -15,12 +15,13 @@ test: .venv/.all  ## the whole test suite
 
 install: .venv/.all  ## everything that the benches and tests need
 
-# CUDA's compiler without its libraries: nothing is executed.
-aot: .venv/.all  ## compile Qwen2.5-7B's programs for a TPU v5e:4x4 and 8 H100s: about 10 minutes, 12 GiB
-	$(BIN)/python -m pip install -q -e '.[tpu]' absl-py
-	$(BIN)/python -m pip install -q --no-deps "jax-cuda13-plugin==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')" \
-	  "jax-cuda13-pjrt==$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)')"
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 0 -s -m aot tests/test_aot.py
+# In an environment of its own: with libtpu there JAX looks for a TPU. Of CUDA the compiler alone.
+aot:  ## compile Qwen2.5-7B's programs for a TPU v5e:4x4 and 8 H100s: about 6 minutes
+	$(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install -q -e '.[dev,tpu]'
+	version=$$(.venv-aot/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	  .venv-aot/bin/python -m pip install -q --no-deps jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version absl-py
+	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 0 -s -m aot tests/test_aot.py
 
 lint: .venv/.all
 	$(BIN)/ruff format --check fastgrpo_jax tests
@@ -31,7 +32,7 @@ format: .venv/.all
 	$(BIN)/ruff check --fix fastgrpo_jax tests
 
 clean:  ## removes what can be made again; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 .venv/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
