@@ -9,7 +9,8 @@ where the layers do not hide what the head takes. Lengths are forced from those 
 
 `peak_bytes` are arguments, temporaries, and results that take no donated argument's place, as the
 compiler plans them. Runs are interleaved; a step that would take more than --most_bytes is
-compiled only. `packed_speedup` is of real tokens per second over `base`.
+compiled only. `packed_speedup` is of real tokens per second over `base`. `chunked_head_ratio` is of
+the head alone, with its gradients, for as many places: peak bytes in chunks over all at one time.
 """
 
 import dataclasses
@@ -94,6 +95,7 @@ def run(args) -> int:
         "places": batch.length.size * args.tokens,
         "executables": max((steps[name]._cache_size() for name in small), default=0),
         **packing.statistics(made["packed"].batch.packed),
+        "chunked_head_ratio": round(_head_ratio(args, model), 4),
         **_ratios({row["method"]: row for row in rows}),
     }
     common.write(args.out, "train_step", args, model, rows, summary)
@@ -173,12 +175,31 @@ def _new_state(args, model: load.LoadedModel) -> base.TrainState:
 def _plan(step, state: base.TrainState, batch: step_lib.StepBatch) -> dict[str, int]:
     """Compile a step and read what memory it was planned with."""
     found = step.lower(state, batch).compile().memory_analysis()
-    fixed = found.argument_size_in_bytes
+    return {"peak_bytes": _bytes(found), "temp_bytes": found.temp_size_in_bytes}
+
+
+def _head_ratio(args, model: load.LoadedModel) -> float:
+    """Compare what the head takes in chunks and at one time; compiled only."""
+    places, wide = args.prompts * args.group * args.tokens, jnp.float32
+
+    def of(*shape, dtype=wide):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    c = model.config
+    moving = of(c.vocab, c.hidden), of(places, c.hidden), of(places, 1, c.hidden)
+    few = 0 < args.vocab < c.vocab
+    ids = of(args.vocab, dtype=jnp.int32) if few else None
+    rest = of(places, dtype=jnp.int32), ids
+    chunked, whole = (
+        _bytes(step_lib.head_gradients.lower(chunk, moving, *rest).compile().memory_analysis())
+        for chunk in (args.head_chunk, places)
+    )
+    return chunked / whole
+
+
+def _bytes(found) -> int:
     results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return {
-        "peak_bytes": fixed + results + found.temp_size_in_bytes,
-        "temp_bytes": found.temp_size_in_bytes,
-    }
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
 
 
 def _time(steps: dict, state: base.TrainState, repeats: int) -> dict[str, list[float]]:

@@ -191,6 +191,25 @@ def merged(config: lora_lib.LoraConfig, state: base.TrainState) -> base.Params:
     return lora_lib.merge(config, state.params, state.adapters)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def head_gradients(
+    chunk: int,
+    moving: tuple[Float[Array, "V E"], Float[Array, "n E"], Float[Array, "n J E"]],
+    targets: Int[Array, " n"],
+    ids: Int[Array, " W"] | None,
+):
+    """Take the gradients of the head alone with respect to its table, the policy's features and
+    the drafter's: for benches, which measure what its chunks save."""
+
+    def total(moving):
+        table, features, hidden = moving
+        warm = jnp.ones(targets.shape, jnp.float32)
+        scores = head.score(features, table, targets, warm, chunk, hidden, ids)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(scores))
+
+    return jax.grad(total)(moving)
+
+
 def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
     grads, drafter_grads, terms, places = gradients(config, state, batch)
     new = _policy_update(config, state, grads, terms)

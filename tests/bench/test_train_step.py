@@ -31,6 +31,7 @@ def test_every_saving_is_set_against_the_step_without_it(tmp_path):
     speedup = pytest.approx(rows["packed"]["tok_s"] / rows["base"]["tok_s"], rel=0.02)
     assert summary["packed_speedup"] == speedup
     assert 0 < summary["pack/filled"] <= 1
+    assert 0 < summary["chunked_head_ratio"] < 1
 
 
 def test_a_step_that_takes_too_much_is_compiled_only(tmp_path):
