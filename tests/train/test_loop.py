@@ -262,20 +262,19 @@ def test_what_is_made_again_is_chosen_by_name_or_as_a_bool(text, expected):
 def test_the_drafter_is_taught_among_the_ids_that_it_may_propose(tmp_path, monkeypatch):
     """The ids of a step are those of its rollout."""
     proposed, taught = [], []
-    weights, batch = play.rollouts.weights, play.answers_lib.step_batch
+    weights, place = play.rollouts.weights, loop.step_lib.place
 
     def seen(*args):
         made = weights(*args)
         proposed.append(np.asarray(made.draft_ids).tolist())
         return made
 
-    def heard(*args):
-        made = batch(*args)
-        taught.append(np.asarray(made.draft_ids).tolist())
-        return made
+    def heard(config, batch):
+        taught.append(np.asarray(batch.draft_ids).tolist())
+        return place(config, batch)
 
     monkeypatch.setattr(play.rollouts, "weights", seen)
-    monkeypatch.setattr(play.answers_lib, "step_batch", heard)
+    monkeypatch.setattr(loop.step_lib, "place", heard)
     loop.train(config(steps=2, drafter__vocab=40), tmp_path)
     assert len(taught) == 2 and taught == proposed[-2:]
     assert taught[0] != taught[1] and {len(ids) for ids in taught} == {40}
