@@ -295,10 +295,7 @@ def rollout(
         )
         length, done = block.report.length, block.report.done
     if agree:
-        seconds = agree([outcome.seconds for outcome in outcomes])
-        memory = before
-        for outcome, known in zip(outcomes, seconds):
-            memory = controller.observe(memory, outcome._replace(seconds=known))
+        memory = _timed(controller, before, outcomes, agree)
     batch = _finish(jax.device_get(live.state.sequences))
     return Rollout(
         batch,
@@ -308,6 +305,14 @@ def rollout(
         engine.pool.compiled - known,
         memory,
     )
+
+
+def _timed(controller, memory, outcomes: list[strategy.Outcome], agree) -> strategy.Memory:
+    """Observe a rollout's blocks again, now with the times of one process."""
+    seconds = agree([outcome.seconds for outcome in outcomes])
+    for outcome, own in zip(outcomes, seconds):
+        memory = controller.observe(memory, outcome._replace(seconds=own))
+    return memory
 
 
 def _fits(tail: engine_lib.Engine, live: _Live, done) -> bool:

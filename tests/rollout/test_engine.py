@@ -460,3 +460,28 @@ def test_no_block_is_compiled_after_a_warm_up(spec):
     new = {key[0] for key, _ in engine.pool.programs if key not in warm}
     assert "block" not in new and engine.pool.unexpected == 0
     assert len([key for key, _ in engine.pool.programs if key[0] == "block"]) == len(warm)
+
+
+def test_of_several_clocks_one_is_remembered_and_none_decides_meanwhile():
+    """A controller sees no time within the rollout; afterwards it has those that are agreed on,
+    in place of its own, as if each block had been observed with them."""
+    seen = []
+
+    def observe(memory, outcome):
+        seen.append(outcome.seconds)
+        return memory | {"clock": memory.get("clock", 0.0) + outcome.seconds}
+
+    controller = toys.fixed("learned:3:1:4")._replace(observe=observe)
+    own = []
+
+    def agree(mine):
+        own.extend(mine)
+        return [float(i) for i in range(len(mine))]
+
+    made = toys.engine(rounds=2)
+    run = toys.rollout(made, toys.weights(), controller, memory={"clock": 100.0}, agree=agree)
+    blocks = len(run.blocks)
+    assert blocks > 2 and len(own) == blocks
+    assert np.isnan(seen[:blocks]).all() and seen[blocks:] == [*map(float, range(blocks))]
+    assert run.memory == {"clock": 100.0 + sum(range(blocks))}
+    toys.assert_same(run.batch, toys.plain().batch)
