@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 LOST = 75  # exit code: a process was lost, start all of them again (EX_TEMPFAIL of sysexits.h)
 _PIPE = "FASTGRPO_JAX_SUPERVISOR"  # of a supervised process: where it learns of its parent's end
+_PASSED = (signal.SIGINT, signal.SIGTERM)  # signals that the child gets too
 _GRACE_S = 10  # for the others to come to the same end
 
 
@@ -31,10 +32,12 @@ def supervise(command: Sequence[str], name: str, timeout_s: int) -> int:
     # A session of its own: a terminal's Ctrl-C comes here alone, and is passed on once.
     child = subprocess.Popen(command, env=env, pass_fds=(read,), start_new_session=True)
     os.close(read)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _PASSED:
         signal.signal(number, lambda n, _: child.send_signal(n))
     code = child.wait()
     os.close(write)
+    if -code in _PASSED:  # it came before the child could note it
+        return 128 - code
     if code >= 0 and code != LOST:
         return code
     how = "another process of the run was lost"

@@ -14,9 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastgrpo_jax import base, configs, sharding
+from fastgrpo_jax import base, configs, sharding, spmd
 from fastgrpo_jax.models import attention, eagle, lora
-from fastgrpo_jax.rollout import buckets, costs, decode, generate, goodput, speculate, strategy
+from fastgrpo_jax.rollout import (
+    buckets,
+    calibrate,
+    costs,
+    decode,
+    generate,
+    goodput,
+    speculate,
+    strategy,
+)
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import (
     checkpoint,
@@ -176,12 +185,19 @@ def test_the_last_rows_move_to_some_devices_and_say_the_same():
     assert (some.size, idle.size) == (4, 4) and not {*some.devices.flat} & {*idle.devices.flat}
     engine = engine_lib.with_tail(engine, some, 1)
     assert engine.tail.rows == (4,) and engine.tail.scale == 2
-    controller, spared = cycle("learned:3:1:4", "off"), []
+    controller, spared, weighed = cycle("learned:3:1:4", "off"), [], set()
+
+    def choose(memory, now, rounds, choose=controller.choose):
+        weighed.add(now.bucket.rows)
+        return choose(memory, now, rounds)
+
+    controller = controller._replace(choose=choose)
     engine.pool.expected = frozenset(engine_lib.programs(engine, controller))
     weights = weights_of((4, 2, 1))
     run = toys.rollout(engine, weights, controller, spare=lambda: spared.append(True))
     toys.assert_same(run.batch, alone().batch)
     assert spared == [True] and engine.pool.unexpected == 0
+    assert weighed == {8, 16}  # a controller knows four rows on four devices as eight on eight
     tail = [b for b in run.blocks if b.rows == 4]
     assert tail and all(b.live <= 4 for b in tail) and tail == list(run.blocks[-len(tail) :])
     assert {str(b.strategy) for b in tail} == {"learned:3:1:4", "off"}
@@ -198,6 +214,32 @@ def exchanged(text: str) -> list[tuple[int, ...]]:
     found = re.findall(rf"= (.*?) {name}(?:-start)?\(", text)
     shapes = [s for one in found for s in re.findall(r"\w+\[([\d,]*)\]", one)]
     return [tuple(map(int, filter(None, s.split(",")))) for s in shapes]
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
+def test_costs_are_of_a_devices_own_rows(sizes, monkeypatch):
+    """Each device has as many rows and tokens as the table says, whatever their number."""
+    forward, draft, seen = decode.forward, decode.draft_step, []
+
+    def spy(function, *args):
+        given = next(x for x in args if isinstance(x, jax.Array))  # ids, or features
+        seen.append(given.addressable_shards[0].data.shape[:2])
+        return function(*args)
+
+    monkeypatch.setattr(decode, "forward", lambda *x: spy(forward, *x))
+    monkeypatch.setattr(decode, "draft_step", lambda *x: spy(draft, *x))
+    policy, told = config_of(sizes), []
+
+    def agree(mine):
+        told.append(mine)
+        return mine
+
+    table = calibrate.measure(
+        policy, EAGLE, weights_of(sizes), budget_s=0.0, sizes=(1, 8, 2, 4), repeats=1, agree=agree
+    )
+    assert set(table.forward) == {1, 8, 2} and set(table.rows) == {1, 8}  # the budget is spent
+    assert {(1, 1), (1, 8), (1, 2), (8, 1), (2, 1)} == set(seen)
+    assert told[-1] == table and len(told) == 2
 
 
 # The train step.
@@ -404,7 +446,7 @@ def test_the_kernel_runs_on_each_devices_rows_and_heads(sizes):
     def one(_, own):
         return attention.attend(*own, "interpret", mesh)
 
-    out = jax.jit(lambda own: sharding.by_rows(mesh, one, (), own))((q, k, v, mask))
+    out = jax.jit(lambda own: spmd.by_rows(mesh, one, (), own))((q, k, v, mask))
     plain = attention.attend(q, k, v, mask)
     np.testing.assert_allclose(out, plain, rtol=0, atol=2e-5)
 

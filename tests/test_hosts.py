@@ -174,6 +174,7 @@ def supervise_child(source: str) -> subprocess.Popen:
         ("sys.exit(75)", 75, "process 1 of 2 has ended: another process of the run was lost"),
         ("os.abort()", 75, "another process of the run was lost, or one did not come or answer"),
         ("os.kill(os.getpid(), 9)", 75, "it was killed"),
+        ("os.kill(os.getpid(), 15)", 143, ""),  # before it had a handler
     ],
 )
 def test_an_end_is_explained(source, code, message):

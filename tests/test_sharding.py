@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, sharding, spmd
 from fastgrpo_jax.models import eagle, lora, policy
 from fastgrpo_jax.train import distill, grpo, layout, optim, step
 from tests.rollout import toys
@@ -137,7 +137,7 @@ def test_one_device_has_no_mesh_and_nothing_is_asked_of_the_compiler():
     assert sharding.shards(None) == 1 and not sharding.gathers(None)
     assert sharding.describe(None) == "one device"
     x = {"a": jnp.ones((3, 2))}
-    for ask in (sharding.whole, sharding.rows, sharding.seats, sharding.gathered, sharding.trained):
+    for ask in (spmd.whole, spmd.rows, spmd.seats, spmd.gathered, spmd.trained):
         assert ask(None, x) is x
     sharding.check(None, FULL, None)
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 
 KERNELS = ("xla", "tpu", "gpu", "interpret")  # the last runs the fused one step by step, for tests
 SETTINGS = ("auto", "xla", "fused")
@@ -43,11 +43,11 @@ def attend(
     rows, tokens, heads, dim = q.shape
     kv = k.shape[1]
     q = q.reshape(rows, tokens, kv, heads // kv, dim).swapaxes(1, 2).reshape(rows, kv, -1, dim)
-    q, k, v = (sharding.heads(mesh, x) for x in (q, k, v))
+    q, k, v = (spmd.heads(mesh, x) for x in (q, k, v))
     mask = jnp.repeat(mask, heads // kv, axis=1)
     if kernel != "xla" and pays(q, k):
         fused = functools.partial(_fused, kernel)
-        out = sharding.by_heads(mesh, fused, (q, k, v), mask)
+        out = spmd.by_heads(mesh, fused, (q, k, v), mask)
     else:
         out = plain_heads(q, k, v, mask)
     return out.reshape(rows, kv, tokens, -1).swapaxes(1, 2).reshape(rows, tokens, heads * dim)

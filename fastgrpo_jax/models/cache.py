@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 
 
 def init(layers: int, rows: int, kv_heads: int, slots: int, head_dim: int, dtype) -> base.KVCache:
@@ -56,4 +56,4 @@ def resize(
         x = x[:, :, :slots]
         return jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0)))
 
-    return jax.tree.map(fit, sharding.take(mesh, cache, rows))
+    return jax.tree.map(fit, spmd.take(mesh, cache, rows))

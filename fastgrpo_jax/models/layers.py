@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 from fastgrpo_jax.models.attention import attend
 
 _init = nn.initializers.normal(0.02)
@@ -144,7 +144,7 @@ class Attention(nn.Module):
             q = RMSNorm(self.norm_eps, name="q_norm")(q)
             k = RMSNorm(self.norm_eps, name="k_norm")(k)
         q, k, v = (unpack(y, packing) for y in (rotate(q, angles), rotate(k, angles), v))
-        k, v = (sharding.heads(self.mesh, y.swapaxes(1, 2)) for y in (k, v))
+        k, v = (spmd.heads(self.mesh, y.swapaxes(1, 2)) for y in (k, v))
         k, v = remember(k, v)
         out = pack(attend(q, k, v, mask, self.kernel, self.mesh), packing)
         return Linear(width, bias=self.o_bias, name="o")(out)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import layers
 
@@ -96,8 +96,8 @@ class Policy(nn.Module):
             self.param("head", nn.initializers.normal(0.02), (c.vocab, c.hidden))
         freq = layers.rope_frequencies(c.head_dim, c.rope_theta, c.rope_scaling)
         angles = layers.rope_angles(layers.pack(positions, packing), freq, dtype)
-        table = sharding.gathered(c.mesh, {"embed": table})["embed"]
-        x = sharding.rows(c.mesh, embed(table, layers.pack(tokens, packing), dtype))
+        table = spmd.gathered(c.mesh, {"embed": table})["embed"]
+        x = spmd.rows(c.mesh, embed(table, layers.pack(tokens, packing), dtype))
         block = self._block()
         keys, values, inputs = [], [], []
         for i in range(c.layers):
@@ -112,7 +112,7 @@ class Policy(nn.Module):
 
             inputs.append(x)
             x = block(c, name=f"layer_{i}")(x, angles, mask, remember, packing)
-            x = sharding.rows(c.mesh, x)
+            x = spmd.rows(c.mesh, x)
         x = layers.RMSNorm(c.norm_eps, name="norm")(x)
         tapped = jnp.concatenate([inputs[i] for i in self.taps], axis=-1) if self.taps else x
         return Read(x, tapped, cache and base.KVCache(tuple(keys), tuple(values)))
@@ -122,7 +122,7 @@ class Policy(nn.Module):
         the backward pass where that computes it anew."""
         block, mesh = Block, self.config.mesh
         if mesh is not None and not self.is_initializing():
-            block = nn.map_variables(block, "params", functools.partial(sharding.gathered, mesh))
+            block = nn.map_variables(block, "params", functools.partial(spmd.gathered, mesh))
         return REMATS[self.remat](block)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, sharding, spmd
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import draft_eagle, draft_vocab, probe, speculate
@@ -27,7 +27,7 @@ def with_draft_vocab(
 
 
 def _take_head(table, ids, mesh):
-    return sharding.whole(mesh, draft_vocab.head(table, ids))
+    return spmd.whole(mesh, draft_vocab.head(table, ids))
 
 
 _take = jax.jit(_take_head, static_argnums=2)
@@ -53,14 +53,14 @@ def _block(spec, strategy, weights, settings, stop_tokens, state, shrink_to, rou
     def one(carry):
         n, counts, state = carry
         state, new = speculate.one_round(spec, strategy, weights, settings, stop_tokens, state)
-        counts = jax.tree.map(jnp.add, counts, sharding.whole(mesh, new))
-        return n + 1, counts, sharding.rollout(mesh, state)
+        counts = jax.tree.map(jnp.add, counts, spmd.whole(mesh, new))
+        return n + 1, counts, spmd.rollout(mesh, state)
 
     mesh = spec.policy.mesh
     n, counts, state = jax.lax.while_loop(go_on, one, (zero, counts, state))
     s = state.sequences
     report = base.BlockReport(n, *counts, s.length, s.done)
-    return sharding.rollout(mesh, state), sharding.whole(mesh, report)
+    return spmd.rollout(mesh, state), spmd.whole(mesh, report)
 
 
 decode_block = jax.jit(_block, static_argnums=(0, 1), donate_argnums=5)
@@ -86,7 +86,7 @@ def _prefill(spec, slots, weights, tokens, length):
     cache = policy.new_cache(spec.policy, rows, slots)
     memory = draft_eagle.init(spec.eagle, rows, slots) if spec.eagle else None
     mesh = spec.policy.mesh
-    tokens, length = sharding.rows(mesh, (tokens, length))
+    tokens, length = spmd.rows(mesh, (tokens, length))
     place = jnp.arange(chunk, dtype=jnp.int32)
 
     def go_on(carry):
@@ -110,11 +110,11 @@ def _prefill(spec, slots, weights, tokens, length):
             memory = draft_eagle.feed(
                 spec.eagle, speculate.learned(weights), memory, ahead, length - 1
             )
-        return at + chunk, *sharding.seats(mesh, (read.cache, memory))
+        return at + chunk, *spmd.seats(mesh, (read.cache, memory))
 
-    start = (jnp.int32(0), *sharding.seats(mesh, (cache, memory)))
+    start = (jnp.int32(0), *spmd.seats(mesh, (cache, memory)))
     _, cache, memory = jax.lax.while_loop(go_on, one, start)
-    return Prompts(*sharding.seats(mesh, (cache, memory)))
+    return Prompts(*spmd.seats(mesh, (cache, memory)))
 
 
 prefill = jax.jit(_prefill, static_argnums=(0, 1))
@@ -131,14 +131,14 @@ def _resize(
         cache=cache_lib.resize(state.cache, keep, slots, mesh),
         draft=_resize_memory(state.draft, keep, slots, mesh),
     )
-    return sharding.rollout(mesh, state)
+    return spmd.rollout(mesh, state)
 
 
 def _resize_memory(memory, keep, slots, mesh):
     if memory is None:
         return None
 
-    taken = sharding.take(mesh, memory._replace(cache=None), keep)
+    taken = spmd.take(mesh, memory._replace(cache=None), keep)
     features = taken.features[:, :slots]
     grow = slots - features.shape[1]
     return taken._replace(
@@ -154,14 +154,14 @@ def _start(
     prompts: tuple[Prompts, ...], sequences, rows, source, slots, mesh=None
 ) -> base.RolloutState:
     """Give every row its prompt's memory: row b starts from prompt source[b]."""
-    joined = sharding.concatenate(mesh, prompts)
+    joined = spmd.concatenate(mesh, prompts)
     state = base.RolloutState(
         sequences=sequences,
         rows=rows,
         cache=cache_lib.resize(joined.cache, source, slots, mesh),
         draft=_resize_memory(joined.draft, source, slots, mesh),
     )
-    return sharding.rollout(mesh, state)
+    return spmd.rollout(mesh, state)
 
 
 start = jax.jit(_start, static_argnums=(4, 5))
@@ -186,7 +186,7 @@ def _admit(
         cache=jax.tree.map(pick, old.cache, new.cache),
         draft=jax.tree.map(pick, old.draft, new.draft),
     )
-    return sharding.rollout(mesh, state)
+    return spmd.rollout(mesh, state)
 
 
 admit = jax.jit(_admit, static_argnums=(5, 6))
@@ -207,11 +207,11 @@ def _activate(spec, weights, state: base.RolloutState) -> base.RolloutState:
         at = memory.fed[:, None] + 1 + jnp.arange(chunk, dtype=jnp.int32)
         tokens = jnp.take_along_axis(s.tokens[row], jnp.minimum(at, s.tokens.shape[1] - 1), axis=1)
         fed = draft_eagle.feed(spec.eagle, speculate.learned(weights), memory, tokens, ready)
-        return sharding.seats(mesh, fed)
+        return spmd.seats(mesh, fed)
 
     mesh = spec.policy.mesh
     fed = jax.lax.while_loop(go_on, one, state.draft)
-    return sharding.rollout(mesh, state._replace(draft=fed))
+    return spmd.rollout(mesh, state._replace(draft=fed))
 
 
 activate = jax.jit(_activate, static_argnums=0, donate_argnums=2)
@@ -224,7 +224,7 @@ compare_pairs = jax.jit(probe.compare_pairs, static_argnums=(5, 6))
 
 def _cast(tree, dtype, mesh=None):
     """Bring weights into a rollout's dtype and layout."""
-    return sharding.gathered(mesh, probe.cast(tree, dtype))
+    return spmd.gathered(mesh, probe.cast(tree, dtype))
 
 
 cast = jax.jit(_cast, static_argnums=(1, 2))

@@ -243,7 +243,7 @@ def rollout(
     Raises:
       UserError: for a prompt that is empty or above the limit.
     """
-    clock, known = time.perf_counter(), engine.pool.compiled
+    clock, first = time.perf_counter(), engine.pool.compiled
     memory = before = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
     sequences = _sequences(engine, request, limits)
@@ -253,21 +253,18 @@ def rollout(
     live = _begin(engine, request, read, sequences, int(length.max()) - 1 + span)
     jax.block_until_ready(live.state)
     prefilled = time.perf_counter()
-    sample, stop = sharding.put(
-        engine.spec.policy.mesh,
-        (
-            _settings(request, engine.spec.group, settings),
-            jnp.asarray(engine.stop_tokens, jnp.int32),
-        ),
+    fixed = (
+        _settings(request, engine.spec.group, settings),
+        jnp.asarray(engine.stop_tokens, jnp.int32),
     )
+    known = weights, *sharding.put(engine.spec.policy.mesh, fixed)
     ready, blocks, outcomes = True, [], []
     while not done.all():
         look(int((~done).sum()))
         if engine.tail and _fits(engine.tail, live, done):
             move = schedule.seat(live.seats, done, engine.rows)
             live = _settle(engine, request, live, move, read, 0)
-            engine = engine.tail
-            live, weights, sample, stop = _retreat(engine, live, (weights, sample, stop))
+            engine, live, known = _retreat(engine.tail, live, known)
             spare()
         move = schedule.seat(live.seats, done, engine.rows, engine.keep_finished)
         going = move.seats.lines[schedule.alive(move.seats, done)]
@@ -278,13 +275,10 @@ def rollout(
             engine, request, live, move, read, int(length[going].max()) - 1 + choice.span
         )
         if choice.drafter == "learned" and not ready:
-            key = engine_lib.key(engine, "activate", live.bucket)
-            static = {0: engine.spec}
-            state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
-            live = live._replace(state=state)
+            live = _activate(engine, known[0], live)
         ready = choice.drafter == "learned"
         compiled = engine.pool.compiled
-        live, block = _run_block(engine, (weights, sample, stop), live, choice, rounds, len(going))
+        live, block = _run_block(engine, known, live, choice, rounds, len(going))
         blocks.append(block)
         outcome = _outcome(now._replace(bucket=engine_lib.weighed(engine, live.bucket)), block)
         if engine.pool.compiled > compiled:  # its first run is no measure of its speed
@@ -302,7 +296,7 @@ def rollout(
         tuple(blocks),
         prefilled - clock,
         time.perf_counter() - prefilled,
-        engine.pool.compiled - known,
+        engine.pool.compiled - first,
         memory,
     )
 
@@ -323,7 +317,15 @@ def _retreat(tail: engine_lib.Engine, live: _Live, known: tuple) -> tuple:
     """Move a rollout to the devices of its tail."""
     mesh = tail.spec.policy.mesh
     state = sharding.move_rollout(mesh, live.state)
-    return live._replace(state=state), *sharding.narrow(mesh, known)
+    return tail, live._replace(state=state), sharding.narrow(mesh, known)
+
+
+def _activate(engine: engine_lib.Engine, weights: speculate.Weights, live: _Live) -> _Live:
+    """Feed the learned drafter what was said while it was off."""
+    key = engine_lib.key(engine, "activate", live.bucket)
+    static = {0: engine.spec}
+    state = pool_lib.call(engine.pool, key, decode.activate, static, weights, live.state)
+    return live._replace(state=state)
 
 
 def _run_block(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 from fastgrpo_jax.models import cache as cache_lib
 from fastgrpo_jax.models import policy
 from fastgrpo_jax.rollout import (
@@ -118,14 +118,14 @@ def one_round(spec, strategy, weights, settings, stop_tokens, state):
             spec, strategy, weights, settings, stop_tokens, base.RolloutState(sequences, *mine)
         )
 
-    said = sharding.by_rows(
+    said = spmd.by_rows(
         mesh,
         own,
         (weights, settings, stop_tokens, state.sequences),
         (state.rows, state.cache, state.draft),
     )
     cache, memory = said.cache, said.memory
-    view, verdict, stopped, tried = sharding.whole(mesh, said[:4])
+    view, verdict, stopped, tried = spmd.whole(mesh, said[:4])
     sequences = _append(state, view, verdict, stopped)
     index = jnp.arange(spec.depth_max)
     taken = verdict.count[:, None] > index + 1

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, spmd
 from fastgrpo_jax.models import head, policy
 from fastgrpo_jax.train import distill, forward, layout, optim
 from fastgrpo_jax.train.layout import StepBatch
@@ -79,7 +79,7 @@ def update(
     optimizer = optim.make_optimizer(config.optim)
     new = optim.guarded_update(optimizer, loss, grads, state.params, state.opt_state)
     mesh = config.frame.policy.mesh
-    return sharding.trained(mesh, State(new.params, new.opt_state)), loss
+    return spmd.trained(mesh, State(new.params, new.opt_state)), loss
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, sharding, spmd
 from fastgrpo_jax.models import eagle, policy
 from fastgrpo_jax.train import layout
 from fastgrpo_jax.train.layout import Places, Rows, StepBatch
@@ -96,12 +96,12 @@ def draft(
     of f_t that step j - 1 made from pair t - 1. As in drafting it sees the true pairs up to
     t - j and, of the pairs between, those of its own path. No gradient reaches the policy.
     """
-    drafter = sharding.gathered(mesh, drafter)
-    embed = sharding.gathered(mesh, {"embed": embed})["embed"]
+    drafter = spmd.gathered(mesh, drafter)
+    embed = spmd.gathered(mesh, {"embed": embed})["embed"]
     count, length = rows.tokens.shape
     embeds = policy.embed(embed, rows.tokens, features.dtype)
     pairs, embeds = jax.lax.stop_gradient((_at(features, rows.previous), embeds))
-    pairs, embeds = sharding.rows(mesh, (pairs, embeds))
+    pairs, embeds = spmd.rows(mesh, (pairs, embeds))
     positions = jnp.maximum(rows.positions - 1, 0)
     true = rows.mask & (rows.previous >= 0)[:, None]
     back = [jnp.broadcast_to(jnp.arange(length), rows.previous.shape)]  # of j places before

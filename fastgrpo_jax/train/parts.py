@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, sharding, spmd
 from fastgrpo_jax.train import layout
 from fastgrpo_jax.train.layout import Places, StepBatch
 
@@ -31,7 +31,7 @@ def sum_micro_batches(
         )
     if parts == 1:
         grads, terms = grad(batch, places)
-        return sharding.trained(mesh, grads), terms
+        return spmd.trained(mesh, grads), terms
     ids, rows = batch.draft_ids, batch._replace(draft_ids=None)
 
     def one(part):
@@ -40,12 +40,12 @@ def sum_micro_batches(
 
     def accumulate(total, part):
         grads, terms = one(part)
-        return sharding.trained(mesh, jax.tree.map(jnp.add, total, grads)), terms
+        return spmd.trained(mesh, jax.tree.map(jnp.add, total, grads)), terms
 
     def join(x):
-        return jnp.sum(x) if x.ndim == 1 else sharding.unparts(mesh, x)
+        return jnp.sum(x) if x.ndim == 1 else spmd.unparts(mesh, x)
 
-    split_rows = sharding.parts(mesh, (rows, places), parts)
+    split_rows = spmd.parts(mesh, (rows, places), parts)
     first = jax.tree.map(lambda x: x[0], split_rows)
     grads, terms = jax.lax.scan(accumulate, _nothing(one, first)[0], split_rows)
     return grads, jax.tree.map(join, terms)
@@ -78,12 +78,12 @@ def sum_bins(
         first = turn * devices
         inside = (batch.packed.bin >= first) & (batch.packed.bin < first + devices)
         rows = layout.packed(batch, places, first, group, devices)
-        cut = sharding.rows(mesh, rows._replace(spot=None))  # a spot is of all that are run
+        cut = spmd.rows(mesh, rows._replace(spot=None))  # a spot is of all that are run
         return grad(batch, layout.only(places, inside), cut._replace(spot=rows.spot))
 
     def accumulate(turn, total):
         grads, terms = one(turn)
-        new = sharding.trained(mesh, grads), terms
+        new = spmd.trained(mesh, grads), terms
         return jax.tree.map(lambda x, y: x | y if x.dtype == bool else x + y, total, new)
 
     turns = -(-batch.packed.count // devices)

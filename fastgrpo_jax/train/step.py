@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fastgrpo_jax import base, sharding
+from fastgrpo_jax import base, sharding, spmd
 from fastgrpo_jax.models import head, layers, policy
 from fastgrpo_jax.models import lora as lora_lib
 from fastgrpo_jax.train import distill, forward, grpo, layout, optim, parts, ratios
@@ -243,7 +243,7 @@ def _train_step(config: StepConfig, state: base.TrainState, batch: StepBatch):
         }
     metrics = {name: value.astype(jnp.float32) for name, value in metrics.items()}
     mesh = config.policy.mesh
-    return sharding.trained(mesh, state), sharding.whole(mesh, metrics)
+    return spmd.trained(mesh, state), spmd.whole(mesh, metrics)
 
 
 def _policy_update(config: StepConfig, state: base.TrainState, grads, terms: Terms) -> optim.Update:
@@ -345,7 +345,7 @@ def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> hea
     # Of a bin the responses come first, and a device has one.
     filled = None if rows.spot is None else jnp.sum(rows.sequence >= 0, 1, dtype=jnp.int32)
     mesh = config.policy.mesh
-    table = sharding.gathered(mesh, {"head": policy.head_table(params)})["head"]
+    table = spmd.gathered(mesh, {"head": policy.head_table(params)})["head"]
 
     def score(shared, own):
         (ahead, targets, temperature, hidden), filled = own
@@ -353,7 +353,7 @@ def _score(config, params, ahead, batch, places, rows: Rows, drafts=None) -> hea
         count = None if filled is None else filled[0]
         return head.score(ahead, table, targets, temperature, config.head_chunk, hidden, ids, count)
 
-    scores = sharding.by_rows(mesh, score, (table, batch.draft_ids), (own, filled))
+    scores = spmd.by_rows(mesh, score, (table, batch.draft_ids), (own, filled))
     scores = jax.tree.map(lambda x: x.reshape(*rows.sequence.shape, *x.shape[1:]), scores)
     return jax.tree.map(lambda x: layout.per_sequence(x, rows, places), scores)
 
