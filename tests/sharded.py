@@ -203,6 +203,11 @@ def test_the_last_rows_move_to_some_devices_and_say_the_same():
     assert {str(b.strategy) for b in tail} == {"learned:3:1:4", "off"}
     program = next(p for (k, _), p in engine.pool.programs.items() if k[0] == "tail block")
     assert program.input_shardings[0][3].cache.k[0].device_set == {*some.devices.flat}
+    calm = dict(slots=engine.slots[-1:], rounds=toys.LIMITS.total)  # nothing else ends a block
+    tail = dataclasses.replace(engine.tail, **calm)
+    calm = dataclasses.replace(engine, tail=tail, **calm)
+    blocks = toys.rollout(calm, weights, toys.fixed("off")).blocks
+    assert blocks[0].rows == 16 and [b.rows for b in blocks[-1:]] == [4]
     engine_lib.warm_up(engine, weights, controller, 2)  # what ran is what would be compiled ahead
     blocks = [k for k, _ in engine.pool.programs if k[0].endswith("block")]
     assert len(blocks) == len(set(blocks)) > len([k for k in blocks if k[0] == "block"]) > 0
@@ -555,5 +560,9 @@ def test_idle_devices_teach_the_drafter_and_change_no_token(tmp_path, capsys, mo
     for row in found[1:]:
         assert 0 < row["spot/busy_s"] and 4 * 3 < row["spot/idle_s"]
         assert np.isfinite([row["spot/loss"], row["spot/acceptance_gained"]]).all()
+        assert row["spot/acceptance_gained"] != 0
         assert row["compile/unexpected"] == 0
     assert seen == [False, True, True]
+    losses = [[row["drafter/loss"] for row in rows] for rows in (found, plain)]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] != losses[1][1] and losses[0][2] != losses[1][2]  # it goes on from there
