@@ -6,7 +6,17 @@ import os
 import pathlib
 import sys
 
-SUITES = ("lossless", "rollout", "tail", "engine", "acceptance", "drafter", "train_step")
+SUITES = (
+    "lossless",
+    "rollout",
+    "tail",
+    "engine",
+    "acceptance",
+    "drafter",
+    "train_step",
+    "losses",
+    "distill",
+)
 
 
 def main(argv: list[str]) -> int:

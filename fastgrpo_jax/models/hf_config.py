@@ -57,6 +57,43 @@ def policy_config(raw: dict[str, Any], dtype: str) -> base.PolicyConfig:
     )
 
 
+def to_raw(config: base.PolicyConfig) -> dict[str, Any]:
+    """Describe a policy as a config.json would; `policy_config` reads the same policy from it."""
+    c = config
+    family = "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias and not c.o_bias else "llama"
+    raw = {
+        "architectures": [_CLASSES[family]],
+        "model_type": family,
+        "vocab_size": c.vocab,
+        "hidden_size": c.hidden,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn,
+        "max_position_embeddings": c.max_positions,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "tie_word_embeddings": c.tied,
+        "hidden_act": "silu",
+    }
+    if family != "qwen2":
+        raw["attention_bias"] = c.o_bias
+    if c.rope_scaling:
+        s = c.rope_scaling
+        raw["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_max_positions,
+        }
+    return raw
+
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """Read a JSON object. Raises UserError if it is absent or broken."""
     try:
