@@ -21,8 +21,8 @@ from fastgrpo_jax.rollout import (
     calibrate,
     costs,
     decode,
-    generate,
     goodput,
+    record,
     speculate,
     strategy,
 )
@@ -101,7 +101,7 @@ def rollout(sizes, controller, most=toys.ROWS):
 
 
 @functools.cache
-def alone() -> generate.Rollout:
+def alone() -> record.Rollout:
     """Decode plainly on one device."""
     return rollout(ONE, toys.fixed("off"))[0]
 

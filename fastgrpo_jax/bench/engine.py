@@ -18,7 +18,7 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import eagle, load, policy
-from fastgrpo_jax.rollout import decode, draft_vocab, generate, speculate, strategy
+from fastgrpo_jax.rollout import decode, draft_vocab, generate, inputs, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 
 
@@ -108,13 +108,13 @@ def _block(bench: Bench, rows: int, choice: base.DraftStrategy) -> Callable[[int
     made = common.engine_for(spec, (rows,), limits, (), [strategy.constant("", choice)], args.slots)
     made.slots = (args.slots,)
     weights = bench.weights if learned else bench.weights._replace(eagle=None)
-    request = generate.Request((tuple(range(1, 9)),), (0,), args.seed, 0)
-    sample = generate._settings(request, rows, generate.Settings(args.temperature))
+    request = inputs.Request((tuple(range(1, 9)),), (0,), args.seed, 0)
+    sample = inputs.sampling_of(request, rows, inputs.Settings(args.temperature))
     read = generate._prefill(made, weights, request.prompts)
     lines = jnp.arange(rows, dtype=jnp.int32)
 
     def run(_: int) -> float:
-        sequences = generate._sequences(made, request, limits)
+        sequences = inputs.sequences(made, request, limits)
         state = decode.start(read, sequences, lines, lines // rows, args.slots)
         stop, low, rounds = jnp.zeros(0, jnp.int32), jnp.int32(0), jnp.int32(args.rounds)
         jax.block_until_ready((state, sample))

@@ -13,7 +13,7 @@ import numpy as np
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
 from fastgrpo_jax.models import load
-from fastgrpo_jax.rollout import buckets, draft_vocab, generate, speculate
+from fastgrpo_jax.rollout import buckets, draft_vocab, generate, inputs, speculate
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import distill, drafter, optim
 
@@ -212,9 +212,9 @@ def _answers(args, model, name: str, temperature: float) -> list[base.RolloutBat
     found = []
     for at in range(0, len(prompts) - at_once + 1, at_once):
         some = prompts[at : at + at_once]
-        request = generate.Request(some, tuple(range(at, at + at_once)), args.seed + 1, 0)
+        request = inputs.Request(some, tuple(range(at, at + at_once)), args.seed + 1, 0)
         done = generate.rollout(
-            engine, weights, request, generate.Settings(temperature), limits, common.plain()
+            engine, weights, request, inputs.Settings(temperature), limits, common.plain()
         )
         found.append(base.RolloutBatch(*(np.asarray(x) for x in done.batch)))
         common.say(f"{name} at T {temperature}: {at + at_once} of {len(prompts)} prompts answered")

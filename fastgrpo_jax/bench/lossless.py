@@ -29,6 +29,7 @@ from fastgrpo_jax.rollout import (
     draft_vocab,
     generate,
     goodput,
+    inputs,
     sampling,
     speculate,
     strategy,
@@ -249,10 +250,10 @@ def _decode(bench: Bench, case, drafters, plain, temperature):
         weights = decode.with_draft_vocab(weights, ids)
     places = tuple(range(len(bench.prompts)))
     expected = tuple(map(float, places)) if case and case.last_first else None
-    request = generate.Request(
+    request = inputs.Request(
         bench.prompts, places, bench.args.seed, int(10 * temperature), expected
     )
-    settings = generate.Settings(temperature)
+    settings = inputs.Settings(temperature)
     done = generate.rollout(engine, weights, request, settings, bench.limits, controller)
     return done, done.batch
 

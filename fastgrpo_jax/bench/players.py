@@ -25,6 +25,8 @@ from fastgrpo_jax.rollout import (
     draft_vocab,
     generate,
     goodput,
+    inputs,
+    record,
     speculate,
     strategy,
 )
@@ -179,7 +181,7 @@ def _drafter(bench: Bench) -> tuple[base.EagleConfig, base.Params, dict[str, int
 
 def player(
     bench: Bench, method: str, sets, group: int, caps: tuple[int, ...] | None = None
-) -> Callable[[int], generate.Rollout]:
+) -> Callable[[int], record.Rollout]:
     """Make the function that runs one rollout of a method.
 
     Its argument varies the noise, and takes the sets of prompts, equally many in each, in turn.
@@ -214,16 +216,16 @@ def player(
     earlier = functools.cache(lambda i: _earlier(bench, sets[i], group, spec.ngram_longest))
     memory: strategy.Memory = {}
 
-    def play(noise: int) -> generate.Rollout:
+    def play(noise: int) -> record.Rollout:
         nonlocal memory
         turn = noise % len(sets)
         prompts = sets[turn]
         places = tuple(turn * len(prompts) + i for i in range(len(prompts)))
-        request = generate.Request(prompts, places, args.seed, noise, caps=caps)
+        request = inputs.Request(prompts, places, args.seed, noise, caps=caps)
         known = weights._replace(earlier=earlier(turn)) if looks_back else weights
         if plain:
             known = known._replace(oracle=_answers(plain(noise).batch, bench.accept))
-        settings = generate.Settings(args.temperature)
+        settings = inputs.Settings(args.temperature)
         done = generate.rollout(
             engine, known, request, settings, bench.limits, controller, memory=memory
         )

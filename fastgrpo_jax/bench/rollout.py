@@ -24,11 +24,7 @@ import jax.numpy as jnp
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common, hf_generate, players
 from fastgrpo_jax.models import policy
-from fastgrpo_jax.rollout import (
-    costs,
-    decode,
-    generate,
-)
+from fastgrpo_jax.rollout import costs, decode, record
 
 
 def add_arguments(parser) -> None:
@@ -133,7 +129,7 @@ def _bare(config, weights, rows: int, nodes: int, slots: int) -> Callable[[int],
 
 def measure(
     bench: players.Bench, rows: int, methods, caps: tuple[int, ...] | None = None
-) -> tuple[list[dict], dict[str, generate.Rollout]]:
+) -> tuple[list[dict], dict[str, record.Rollout]]:
     """Time every method at one concurrency.
 
     Returns a row of the table for each, and each one's last rollout.
@@ -143,7 +139,7 @@ def measure(
         raise base.UserError(f"--rows holds {rows}; allowed: multiples of --group={group}")
     count = rows // group
     sets = [bench.prompts[i * count : (i + 1) * count] for i in range(bench.args.repeats)]
-    last: dict[str, generate.Rollout] = {}
+    last: dict[str, record.Rollout] = {}
     runs = {}
     for method in methods:
         if method == "hf_generate":
@@ -180,7 +176,7 @@ def _row(rows: int, method: str, found: dict[str, list[float]], last) -> dict:
             return None
         return round(statistics.median(a / b for a, b in zip(found[method], found[other])), 3)
 
-    accept = generate.statistics(last).get("spec/accept_length") if last else None
+    accept = record.statistics(last).get("spec/accept_length") if last else None
     row = {
         "rows": rows,
         "method": method,

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common, players, rollout
-from fastgrpo_jax.rollout import buckets, costs, generate
+from fastgrpo_jax.rollout import buckets, costs, record
 
 # Tokens at these shares of the responses; straight in the logarithm between them.
 SHARES = (
@@ -82,7 +82,7 @@ def run(args) -> int:
     return 0
 
 
-def timeline(done: generate.Rollout) -> list[tuple[float, int, str]]:
+def timeline(done: record.Rollout) -> list[tuple[float, int, str]]:
     """List (seconds at its start, live rows, strategy) of each block."""
     clock, found = done.prefill_seconds, []
     for block in done.blocks:

@@ -10,12 +10,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from fastgrpo_jax import base
 from fastgrpo_jax.bench import common
-from fastgrpo_jax.models import load, policy, tiny
-from fastgrpo_jax.train import data
+from fastgrpo_jax.models import load, tiny
+from fastgrpo_jax.train import data, distill, grpo, optim
+from fastgrpo_jax.train import step as step_lib
+from fastgrpo_jax.train.layout import StepBatch
 
 OPERAND, TERMS = 9, 3  # sizes of the task
 PROMPT, RESPONSE = 64, 40  # most tokens, template and stop token included
@@ -57,47 +58,53 @@ def solve(prompt: str) -> str:
 
 
 def train(seed: int, steps: int, learning_rate: float = 3e-3) -> load.LoadedModel:
-    """Train the policy on `steps` batches of solutions; its weights depend on the seed alone."""
-    config, tokenizer = shape(), tiny.tokenizer()
-    params = jax.tree.map(jnp.asarray, tiny.params(config, seed))
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(50, steps // 2), steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-    moments, source = optimizer.init(params), task(seed)
+    """Train the policy on `steps` batches of solutions; its weights depend on the seed alone.
+
+    It is the GRPO step with every advantage 1 and every ratio 1, whose gradient is that of the mean
+    log-prob of the solutions' tokens.
+    """
+    config, tokenizer, source = shape(), tiny.tokenizer(), task(seed)
+    schedule = dict(schedule="cosine", warmup_steps=min(50, steps // 2), decay_steps=steps)
+    rates = optim.OptimConfig(learning_rate=learning_rate, **schedule)
+    step_config = step_lib.StepConfig(
+        policy=config,
+        eagle=None,
+        loss=grpo.LossConfig(name="dapo"),
+        optim=rates,
+        drafter_optim=rates,
+        distill=distill.DistillConfig(),
+        max_response=RESPONSE,
+        max_prompt=PROMPT,
+    )
+    state = step_lib.init_state(step_config, tiny.params(config, seed))
+    update = step_lib.make_train_step(step_config)
     stops = load.stop_tokens(tokenizer, [])
     rendering = data.Rendering(tokenizer, "", True, PROMPT, "error")
-
-    @jax.jit
-    def update(params, moments, tokens, weights):
-        loss, grads = jax.value_and_grad(_loss)(params, config, tokens, weights)
-        changes, moments = optimizer.update(grads, moments, params)
-        return optax.apply_updates(params, changes), moments, loss
-
     for step in range(steps):
         prompts, _, _ = data.take(source, step * BATCH, BATCH, rendering)
-        params, moments, loss = update(params, moments, *_batch(prompts, tokenizer, stops))
+        state, found = update(state, batch(prompts, tokenizer, stops[0]))
         if (step + 1) % 100 == 0 or step + 1 == steps:
-            common.say(f"reading worked solutions: step {step + 1}, loss {float(loss):.3f}")
+            loss = float(found["sampling/sampling_logp_difference/mean"])  # of log-probs to 0
+            common.say(f"reading worked solutions: step {step + 1}, loss {loss:.3f}")
     name = f"{steps} batches of worked solutions, seed {seed}"
-    return load.LoadedModel(config, jax.device_get(params), tokenizer, stops, name)
+    return load.LoadedModel(config, jax.device_get(state.params), tokenizer, stops, name)
 
 
-def _batch(prompts, tokenizer, stops) -> tuple[np.ndarray, np.ndarray]:
-    """Write prompts and solutions side by side; the solutions' tokens weigh 1, the others 0."""
+def batch(prompts: list[data.Prompt], tokenizer, stop: int) -> StepBatch:
+    """Write prompts and their solutions, each ended by a stop token."""
     tokens = np.zeros((len(prompts), PROMPT + RESPONSE), np.int32)
-    weights = np.zeros(tokens.shape, np.float32)
+    prompt_length, length = np.zeros((2, len(prompts)), np.int32)
     for row, prompt in enumerate(prompts):
         said = tokenizer(solve(prompt.prompt), add_special_tokens=False)["input_ids"]
-        ids = [*prompt.ids, *said, stops[0]]
+        ids = [*prompt.ids, *said, stop]
         tokens[row, : len(ids)] = ids
-        weights[row, len(prompt.ids) : len(ids)] = 1
-    return tokens, weights
-
-
-def _loss(params, config, tokens, weights):
-    length = tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (*tokens.shape, length))
-    read = policy.Policy(config).apply({"params": params}, tokens, positions, mask)
-    logits = policy.logits(read.features[:, :-1], policy.head_table(params))
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    return jnp.sum(losses * weights[:, 1:]) / jnp.sum(weights[:, 1:])
+        prompt_length[row], length[row] = len(prompt.ids), len(ids)
+    ones = jnp.ones(len(prompts), jnp.float32)
+    return StepBatch(
+        tokens=jnp.asarray(tokens),
+        prompt_length=jnp.asarray(prompt_length),
+        length=jnp.asarray(length),
+        logps=jnp.zeros(tokens.shape, jnp.float32),
+        advantages=ones,
+        temperature=ones,
+    )

@@ -168,7 +168,7 @@ def get_config() -> config_dict.ConfigDict:
     # Places of a forward's row: whole sequences are packed into as few rows as hold them, which are
     # run one by one, so that a step costs what its tokens cost. At least the longest sequence, and
     # a few times that at most: attention is over the row's square. 0: rows padded to the limits.
-    # Not with rows cut over devices (mesh.data, mesh.fsdp).
+    # Where rows are cut over devices, each runs a bin at a time.
     c.optim.token_budget = 0
     # What the backward pass makes again of each layer, to save memory: none | dots (all but the
     # products with weight matrices) | full (all)

@@ -7,7 +7,7 @@ prefill shape, limits) is fixed before the loop; the loop only decides speed.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,118 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastgrpo_jax import base, sharding
-from fastgrpo_jax.rollout import buckets, decode, sampling, schedule, speculate, strategy
+from fastgrpo_jax.rollout import buckets, decode, inputs, record, schedule, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
-
-
-class Settings(NamedTuple):
-    """Sampling settings of a whole rollout."""
-
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-
-
-class Request(NamedTuple):
-    """What to answer: token ids of P prompts and their places in the data stream.
-
-    expected: how long each prompt's responses are likely to be, to admit the longest first.
-    caps: a limit of the new tokens of each of the P * G rows, where they differ.
-    starts: what each row goes on from, where that is more than its prompt: then the tokens of the
-      rollout's batch count as prompt up to there.
-    done: rows that are answered already; they are left alone.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
-    places: tuple[int, ...]
-    seed: int
-    step: int
-    expected: tuple[float, ...] | None = None
-    caps: tuple[int, ...] | None = None
-    starts: tuple[tuple[int, ...], ...] | None = None
-    done: tuple[bool, ...] | None = None
-
-    def rows(self, group: int) -> list[tuple[int, ...]]:
-        """List what each row goes on from."""
-        if self.starts is not None:
-            return list(self.starts)
-        return [prompt for prompt in self.prompts for _ in range(group)]
-
-
-class BlockRecord(NamedTuple):
-    """One decode block as the host saw it."""
-
-    rows: int
-    slots: int
-    strategy: base.DraftStrategy
-    live: int
-    seconds: float
-    report: base.BlockReport
-
-
-class Rollout(NamedTuple):
-    """A finished rollout: what was said, and how it went.
-
-    compiled: programs that were compiled meanwhile; their time is in prefill_seconds and
-      decode_seconds, but not in the blocks' own.
-    memory: what the controller has seen, to begin the next rollout with.
-    """
-
-    batch: base.RolloutBatch
-    blocks: tuple[BlockRecord, ...]
-    prefill_seconds: float
-    decode_seconds: float
-    compiled: int
-    memory: strategy.Memory
-
-
-def _sequences(
-    engine: engine_lib.Engine, request: Request, limits: engine_lib.Limits
-) -> base.Sequences:
-    group, count = engine.spec.group, len(request.prompts)
-    rows = count * group
-    if limits.total > engine.max_length or rows != engine.total:
-        raise ValueError(
-            f"{rows} rows of at most {limits.total} tokens; the engine is laid out for "
-            f"{engine.total} rows of {engine.max_length}"
-        )
-    tokens = np.full((rows, engine.max_length), -1, np.int32)
-    starts = request.rows(group)
-    length = np.array([len(start) for start in starts], np.int32)
-    longest = min(limits.prompt, limits.total - 1)
-    for i, start in enumerate(starts):
-        if not 1 <= len(start) <= longest:
-            raise base.UserError(
-                f"prompt at place {request.places[i // group]} has {len(start)} tokens; allowed: 1 "
-                f"to {longest} (task.max_prompt_length, and one less than sampling.max_length)"
-            )
-        tokens[i, : len(start)] = start
-    zeros = np.zeros((rows, engine.max_length), np.float32)
-    caps = limits.response if request.caps is None else np.minimum(request.caps, limits.response)
-    sequences = base.Sequences(
-        tokens=jnp.asarray(tokens),
-        logps=jnp.asarray(zeros),
-        masses=jnp.asarray(zeros),
-        prompt_length=jnp.asarray(length),
-        length=jnp.asarray(length),
-        limit=jnp.asarray(np.minimum(length + caps, limits.total).astype(np.int32)),
-        done=jnp.zeros(rows, bool) if request.done is None else jnp.asarray(request.done),
-        stopped=jnp.zeros(rows, bool),
-    )
-    return sharding.put(engine.spec.policy.mesh, sequences)
-
-
-def _settings(request: Request, group: int, settings: Settings) -> base.Sampling:
-    rows = len(request.places) * group
-    places = np.repeat(np.asarray(request.places, np.uint64), group)
-    samples = np.tile(np.arange(group, dtype=np.uint64), len(request.places))
-    return base.Sampling(
-        key=sampling.row_keys(request.seed, request.step, places, samples),
-        temperature=jnp.full(rows, settings.temperature, jnp.float32),
-        top_k=jnp.full(rows, settings.top_k, jnp.int32),
-        top_p=jnp.full(rows, settings.top_p, jnp.float32),
-    )
 
 
 def _prefill(
@@ -222,15 +113,15 @@ def _settle(engine, request, live: _Live, move: schedule.Move, read, need: int) 
 def rollout(
     engine: engine_lib.Engine,
     weights: speculate.Weights,
-    request: Request,
-    settings: Settings,
+    request: inputs.Request,
+    settings: inputs.Settings,
     limits: engine_lib.Limits,
     controller: strategy.Controller,
     look: Callable[[int], None] = lambda live: None,
     memory: strategy.Memory | None = None,
     agree: Callable[[list[float]], list[float]] | None = None,
     spare: Callable[[], None] = lambda: None,
-) -> Rollout:
+) -> record.Rollout:
     """Answer P prompts G times each.
 
     The tokens depend on the weights, the request, the settings and the limits alone. `look` is
@@ -246,7 +137,7 @@ def rollout(
     clock, first = time.perf_counter(), engine.pool.compiled
     memory = before = memory or {}
     span = max(choice.span for choice in controller.possible(engine.rows[-1]))
-    sequences = _sequences(engine, request, limits)
+    sequences = inputs.sequences(engine, request, limits)
     length = np.asarray([len(start) for start in request.rows(engine.spec.group)])
     done = _done(engine, request)
     read = _prefill(engine, weights, request.prompts if request.starts is None else request.starts)
@@ -254,7 +145,7 @@ def rollout(
     jax.block_until_ready(live.state)
     prefilled = time.perf_counter()
     fixed = (
-        _settings(request, engine.spec.group, settings),
+        inputs.sampling_of(request, engine.spec.group, settings),
         jnp.asarray(engine.stop_tokens, jnp.int32),
     )
     known = weights, *sharding.put(engine.spec.policy.mesh, fixed)
@@ -291,7 +182,7 @@ def rollout(
     if agree:
         memory = _timed(controller, before, outcomes, agree)
     batch = _finish(jax.device_get(live.state.sequences))
-    return Rollout(
+    return record.Rollout(
         batch,
         tuple(blocks),
         prefilled - clock,
@@ -330,7 +221,7 @@ def _activate(engine: engine_lib.Engine, weights: speculate.Weights, live: _Live
 
 def _run_block(
     engine: engine_lib.Engine, known: tuple, live: _Live, choice, rounds: int, rows: int
-) -> tuple[_Live, BlockRecord]:
+) -> tuple[_Live, record.BlockRecord]:
     """Run one block on weights, sampling and stop tokens, and read its report: the one sync."""
     shrink_to = schedule.leave_at(live.seats, engine.rows, engine.keep_finished)
     if engine.tail and not live.seats.waiting:
@@ -349,11 +240,11 @@ def _run_block(
     seconds = time.perf_counter() - began - (engine.pool.seconds - compiling)
     if not report.rounds:
         raise RuntimeError(f"no round fits {live.bucket} with {choice}: too few slots")
-    block = BlockRecord(*dataclasses.astuple(live.bucket), choice, rows, seconds, report)
+    block = record.BlockRecord(*dataclasses.astuple(live.bucket), choice, rows, seconds, report)
     return live._replace(state=state), block
 
 
-def _outcome(now: strategy.Situation, block: BlockRecord) -> strategy.Outcome:
+def _outcome(now: strategy.Situation, block: record.BlockRecord) -> strategy.Outcome:
     r = block.report
     return strategy.Outcome(
         now,
@@ -377,41 +268,3 @@ def _finish(s: base.Sequences) -> base.RolloutBatch:
         length=s.length,
         stopped=s.stopped,
     )
-
-
-def joined(runs: Sequence[Rollout]) -> Rollout:
-    """Take rollouts that followed one another as one; the batch stays the last one's."""
-    return runs[-1]._replace(
-        blocks=tuple(block for run in runs for block in run.blocks),
-        prefill_seconds=sum(run.prefill_seconds for run in runs),
-        decode_seconds=sum(run.decode_seconds for run in runs),
-        compiled=sum(run.compiled for run in runs),
-    )
-
-
-def statistics(run: Rollout) -> dict[str, float]:
-    """Summarise a rollout's blocks as metrics; the drafter's own are of its rounds only."""
-    rounds = sum(int(b.report.rounds) for b in run.blocks)
-    row_rounds = sum(int(b.report.row_rounds) for b in run.blocks)
-    emitted = sum(int(b.report.emitted) for b in run.blocks)
-    off = sum(int(b.report.rounds) for b in run.blocks if not b.strategy.depth)
-    out = {
-        "spec/tokens_per_target_step": emitted / max(row_rounds, 1),
-        "spec/live_rows_mean": row_rounds / max(rounds, 1),
-        "spec/off_fraction": off / max(rounds, 1),
-        "rollout/tokens_per_s": emitted / max(run.prefill_seconds + run.decode_seconds, 1e-9),
-        "timing_s/prefill": run.prefill_seconds,
-        "timing_s/decode": run.decode_seconds,
-    }
-    learned = [b for b in run.blocks if b.strategy.drafter == "learned"]
-    drafted = learned or [b for b in run.blocks if b.strategy.depth]
-    if sum(int(b.report.row_rounds) for b in drafted):
-        out["spec/accept_length"] = sum(int(b.report.emitted) for b in drafted) / sum(
-            int(b.report.row_rounds) for b in drafted
-        )
-        accepted = sum(b.report.accepted for b in drafted)
-        tried = sum(b.report.tried for b in drafted)
-        for i, (a, t) in enumerate(zip(accepted, tried)):
-            if t:
-                out[f"spec/accept_rate_pos_{i}"] = float(a / t)
-    return out

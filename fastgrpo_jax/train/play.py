@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fastgrpo_jax import base, hosts, sharding
-from fastgrpo_jax.rollout import corpus, draft_vocab, generate, speculate, strategy
+from fastgrpo_jax.rollout import corpus, draft_vocab, generate, inputs, record, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import answers as answers_lib
 from fastgrpo_jax.train import (
@@ -82,7 +82,7 @@ class Round(NamedTuple):
     """P prompts, answered and scored; with rollout.segment those that are done."""
 
     answers: answers_lib.Answers
-    rollout: generate.Rollout
+    rollout: record.Rollout
     changed: int  # prompts that were dropped or truncated
     reward_seconds: float
 
@@ -115,7 +115,7 @@ def play(run: Run, state: base.TrainState, memory: Memory) -> Played:
     if len(rounds) > 1:
         groups = resample.choose(teaches, count)
         kept = answers_lib.take(everything, groups)
-    row = _describe(run, everything, generate.joined([one.rollout for one in rounds]), memory)
+    row = _describe(run, everything, record.joined([one.rollout for one in rounds]), memory)
     if weights.draft_ids is not None:
         ids = np.asarray(weights.draft_ids)
         row["drafter/vocab_coverage"] = draft_vocab.coverage(ids, base.responses(everything.batch))
@@ -205,7 +205,7 @@ def _answered(
 
 def _continue(
     run: Run, weights: speculate.Weights, prompts, groups: list[carry.Group], step, memory: Memory
-) -> tuple[generate.Rollout, list[carry.Group]]:
+) -> tuple[record.Rollout, list[carry.Group]]:
     """Go on with groups, segment by segment until one of them is done, which one usually is."""
     limits, segment, runs = run.setup.limits, run.config.rollout.segment, []
     while not any(map(carry.finished, groups)):
@@ -218,11 +218,11 @@ def _continue(
         memory = memory._replace(controller=runs[-1].memory)
         said = runs[-1].batch
         groups = carry.advance(groups, prompts, said, limits.response, limits.total)
-    return generate.joined(runs), groups
+    return record.joined(runs), groups
 
 
 def _describe(
-    run: Run, answers: answers_lib.Answers, rollout: generate.Rollout, memory: Memory
+    run: Run, answers: answers_lib.Answers, rollout: record.Rollout, memory: Memory
 ) -> dict[str, float]:
     """Compute the metrics of rewards, lengths and speculation."""
     batch, scores = answers.batch, answers.scores
@@ -234,12 +234,12 @@ def _describe(
         batch.stopped,
         memory.num_tokens,
     )
-    return row | generate.statistics(rollout) | {"reward/failures": float(scores.failures)}
+    return row | record.statistics(rollout) | {"reward/failures": float(scores.failures)}
 
 
 def _answer(
     run: Run, weights: speculate.Weights, prompts, step: int, memory: Memory, **more
-) -> generate.Rollout:
+) -> record.Rollout:
     """Roll out the prompts of a step, with what is remembered of them."""
     c, setup = run.config, run.setup
     ids = tuple(p.ids for p in prompts)
@@ -251,7 +251,7 @@ def _answer(
         run.signals.check()
         run.progress.phase(f"rollout, {live} rows left")
 
-    request = generate.Request(
+    request = inputs.Request(
         ids,
         tuple(p.place for p in prompts),
         c.seed,
@@ -274,7 +274,7 @@ def _answer(
 
 
 def _remember(
-    run: Run, memory: Memory, prompts, rollout: generate.Rollout, step: int, counting: bool
+    run: Run, memory: Memory, prompts, rollout: record.Rollout, step: int, counting: bool
 ) -> Memory:
     """Add a rollout to what later ones go by; emitted ids are counted for a draft vocabulary."""
     c, batch = run.config, rollout.batch

@@ -13,10 +13,7 @@ import jax
 
 from fastgrpo_jax import base, sharding
 from fastgrpo_jax.models import eagle, eagle_file, load, lora
-from fastgrpo_jax.rollout import (
-    buckets,
-    generate,
-)
+from fastgrpo_jax.rollout import buckets, inputs
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.train import check, data, distill, grpo, optim, rewards, tasks
 from fastgrpo_jax.train import step as step_lib
@@ -34,7 +31,7 @@ class Setup(NamedTuple):
     rendering: data.Rendering
     rewards: tuple[rewards.Reward, ...]
     limits: engine_lib.Limits
-    sampling: generate.Settings
+    sampling: inputs.Settings
     step: step_lib.StepConfig
 
 
@@ -92,7 +89,7 @@ def prepare(c) -> Setup:
         rendering=rendering,
         rewards=functions,
         limits=limits,
-        sampling=generate.Settings(c.sampling.temperature, c.sampling.top_k, c.sampling.top_p),
+        sampling=inputs.Settings(c.sampling.temperature, c.sampling.top_k, c.sampling.top_p),
         step=step_lib.StepConfig(
             policy=model.config,
             eagle=head if c.drafter.train else None,

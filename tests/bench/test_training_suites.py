@@ -26,16 +26,15 @@ def test_worked_solutions_are_right():
     assert all(tasks.to_number(row["answer"]) is not None for row in rows)
 
 
-def test_a_batch_of_solutions_fits_and_weighs_them_alone():
+def test_a_batch_holds_prompts_and_their_solutions():
     tokenizer = tiny.tokenizer()
     stops = load.stop_tokens(tokenizer, [])
     rendering = data.Rendering(tokenizer, "", True, worked.PROMPT, "error")
     prompts, _, _ = data.take(worked.task(0), 0, 200, rendering)
-    tokens, weights = worked._batch(prompts, tokenizer, stops)
-    for prompt, row, weight in zip(prompts, tokens, weights):
-        said = tokenizer.decode(row[weight > 0])
-        assert said == worked.solve(prompt.prompt) + "<|im_end|>"
-        assert tuple(row[: np.argmax(weight)]) == prompt.ids
+    batch = worked.batch(prompts, tokenizer, stops[0])
+    for prompt, row, first, end in zip(prompts, *map(np.asarray, batch[:3])):
+        assert tuple(row[:first]) == prompt.ids
+        assert tokenizer.decode(row[first:end]) == worked.solve(prompt.prompt) + "<|im_end|>"
 
 
 def test_reading_solutions_lowers_the_loss(capsys):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastgrpo_jax import base
-from fastgrpo_jax.rollout import draft_eagle, generate, sampling, speculate, strategy
+from fastgrpo_jax.rollout import draft_eagle, inputs, sampling, speculate, strategy
 from tests.rollout import toys
 
 LEARNED_CHAIN, LEARNED_TREE = "learned:3:1:4", "learned:3:3:8"
@@ -88,7 +88,7 @@ def test_the_learned_drafter_keeps_only_true_features_and_emitted_tokens(text):
 
     A hot sampler follows the noise more than the model, so even a random drafter is often right.
     """
-    driver = toys.Driver(told(1.0), generate.Settings(4.0), stop=toys.NEVER)
+    driver = toys.Driver(told(1.0), inputs.Settings(4.0), stop=toys.NEVER)
     counts, length = set(), check(driver)
     for rounds in (1, 1, 1, 2, 1):
         driver.block(text, rounds)
@@ -255,8 +255,8 @@ def drafted(driver, settings, tau, choice, shared=True):
     (
         (LEARNED_CHAIN, toys.SAMPLED, 1.0, True),
         ("learned:4:3:25", toys.SAMPLED, 1.0, True),
-        (LEARNED_TREE, generate.Settings(0.7), 0.6, True),
-        (LEARNED_TREE, generate.Settings(0.0), 1.0, True),
+        (LEARNED_TREE, inputs.Settings(0.7), 0.6, True),
+        (LEARNED_TREE, inputs.Settings(0.0), 1.0, True),
         (LEARNED_TREE, toys.SAMPLED, 1.0, False),
     ),
 )

@@ -9,7 +9,7 @@ import pytest
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, tiny
-from fastgrpo_jax.rollout import buckets, decode, generate, speculate, strategy
+from fastgrpo_jax.rollout import buckets, decode, inputs, record, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 from tests.rollout import toys
@@ -32,7 +32,7 @@ def cut(batch: base.RolloutBatch, stop: int, limits: engine_lib.Limits) -> base.
     return batch._replace(tokens=tokens, logps=logps, length=length, stopped=stopped)
 
 
-def unstopped() -> generate.Rollout:
+def unstopped() -> record.Rollout:
     return toys.plain(stop=toys.NEVER)
 
 
@@ -109,7 +109,7 @@ def test_a_prompt_out_of_bounds_is_refused(prompts, limits, said):
 # Reports.
 
 
-def sums(run: generate.Rollout, field: str):
+def sums(run: record.Rollout, field: str):
     return sum(getattr(b.report, field).astype(int) for b in run.blocks)
 
 
@@ -157,7 +157,7 @@ def test_reports_add_up_to_the_response(text):
         assert np.all(r.accepted <= r.tried) and np.all(r.tried[1:] <= r.accepted[:-1])
         assert r.tried[0] <= r.row_rounds
     assert sums(run, "emitted") == said.sum()
-    s = generate.statistics(run)
+    s = record.statistics(run)
     assert s["spec/tokens_per_target_step"] == said.sum() / sums(run, "row_rounds")
     assert s["spec/live_rows_mean"] == sums(run, "row_rounds") / sums(run, "rounds")
     assert s["spec/off_fraction"] == (text == "off")
@@ -174,7 +174,7 @@ def test_statistics_of_the_learned_drafter_are_of_its_own_rounds():
     run = toys.rollout(toys.engine(stop=toys.NEVER), toys.told(plain), controller)
     learned = [b.report for b in run.blocks if b.strategy.drafter == "learned"]
     length = sum(int(r.emitted) for r in learned) / sum(int(r.row_rounds) for r in learned)
-    assert generate.statistics(run)["spec/accept_length"] == length < 4
+    assert record.statistics(run)["spec/accept_length"] == length < 4
 
 
 # The schedule: one engine with a ladder of rows and of slots.
@@ -184,7 +184,7 @@ def test_statistics_of_the_learned_drafter_are_of_its_own_rounds():
 class Watched:
     """A rollout with the keys of the programs it ran, in order."""
 
-    run: generate.Rollout
+    run: record.Rollout
     keys: list[tuple]
 
 
@@ -245,7 +245,7 @@ PLAIN_OR_TREE = strategy.Controller("by turns", _either, _by_turns)
 
 
 @pytest.mark.parametrize("rounds", (1, 2, 5, 40))
-@pytest.mark.parametrize("settings", (toys.SAMPLED, generate.Settings(0.7, 5, 0.8)), ids=str)
+@pytest.mark.parametrize("settings", (toys.SAMPLED, inputs.Settings(0.7, 5, 0.8)), ids=str)
 def test_compaction_and_growth_change_no_token(ladder, settings, rounds):
     """Rows move to smaller buckets and larger caches while the strategy changes (D7, D24)."""
     watched = ladder(PLAIN_OR_TREE, settings=settings, rounds=rounds)
@@ -327,11 +327,11 @@ def test_resize_takes_the_kept_rows_and_leaves_empty_slots_empty():
 def test_only_listed_programs_are_compiled_and_only_once(ladder):
     """After warm-up nothing compiles, whatever weights, settings and stop token (D22, F10)."""
     ladder(PLAIN_OR_TREE, rounds=2)
-    ladder(PLAIN_OR_TREE, rounds=2, settings=generate.Settings(0.7, 5, 0.8))
+    ladder(PLAIN_OR_TREE, rounds=2, settings=inputs.Settings(0.7, 5, 0.8))
     compiled = len(ladder.pool.programs)
     assert compiled > 8 and ladder.pool.unexpected == 0
     new = toys.weights(seed=9)
-    for settings in (toys.SAMPLED, generate.Settings(0.7, 5, 0.8)):
+    for settings in (toys.SAMPLED, inputs.Settings(0.7, 5, 0.8)):
         again = ladder(PLAIN_OR_TREE, rounds=2, settings=settings, weights=new, stop=3)
         wanted = toys.longhand(
             toys.CONFIG, new.policy, toys.REQUEST, settings, toys.LIMITS, 3, toys.GROUP

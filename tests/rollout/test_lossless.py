@@ -13,14 +13,14 @@ from scipy import stats
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import draft_oracle, generate, speculate, strategy
+from fastgrpo_jax.rollout import draft_oracle, generate, inputs, record, speculate, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from tests.rollout import toys
 
 SETTINGS = {
     "T 1": toys.SAMPLED,
-    "T 0.7, top-k and top-p": generate.Settings(0.7, top_k=5, top_p=0.8),
-    "greedy": generate.Settings(0.0),
+    "T 0.7, top-k and top-p": inputs.Settings(0.7, top_k=5, top_p=0.8),
+    "greedy": inputs.Settings(0.0),
 }
 CHAIN, TREE = "oracle:3:1:4", "oracle:3:3:10"
 DRAFTS = [(text, accept) for text in (CHAIN, TREE) for accept in (0.0, 0.6, 1.0)]
@@ -29,7 +29,7 @@ SHARED = "oracle:3:1:4@1.6"
 DRAFTS += [(SHARED, accept) for accept in (0.0, 0.6, 1.0)] + [("learned:3:1:4@1.6", None)]
 
 
-def rollout(weights, settings, controller, spec=toys.SPEC, **layout) -> generate.Rollout:
+def rollout(weights, settings, controller, spec=toys.SPEC, **layout) -> record.Rollout:
     return toys.rollout(toys.engine(spec, **layout), weights, controller, settings)
 
 
@@ -131,7 +131,7 @@ def test_settings_are_per_row():
         np.testing.assert_allclose(found.masses[row], wanted.masses[row], atol=2e-6)
 
 
-def answers(request: generate.Request, settings=toys.SAMPLED) -> dict[int, np.ndarray]:
+def answers(request: inputs.Request, settings=toys.SAMPLED) -> dict[int, np.ndarray]:
     """Map each prompt's place to its group's tokens."""
     batch = toys.plain(settings, toys.NEVER, request=request).batch
     groups = batch.tokens.reshape(len(request.places), toys.GROUP, -1)
@@ -168,10 +168,8 @@ def test_another_address_samples_other_tokens(change):
     other = list(answers(toys.REQUEST._replace(**change)).values())
     for a, b in zip(known, other):
         assert all(not np.array_equal(x, y) for x, y in zip(a, b))
-    same = list(answers(toys.REQUEST._replace(**change), generate.Settings(0.0)).values())
-    np.testing.assert_array_equal(
-        same, list(answers(toys.REQUEST, generate.Settings(0.0)).values())
-    )
+    same = list(answers(toys.REQUEST._replace(**change), inputs.Settings(0.0)).values())
+    np.testing.assert_array_equal(same, list(answers(toys.REQUEST, inputs.Settings(0.0)).values()))
 
 
 def test_members_of_a_group_differ_from_their_first_token_on():
@@ -244,7 +242,7 @@ def tiny():
 
     def one(text, settings, step, truth):
         oracle = draft_oracle.OracleParams(jnp.asarray(truth), jnp.float32(1))
-        request = generate.Request((PROMPT,), (0,), 0, step)
+        request = inputs.Request((PROMPT,), (0,), 0, step)
         w, controller = weights._replace(oracle=oracle), toys.fixed(text)
         run = generate.rollout(engine, w, request, settings, limits, controller)
         if text.startswith("oracle"):
@@ -263,7 +261,7 @@ def tiny():
     return params, run
 
 
-@pytest.mark.parametrize("settings", (toys.SAMPLED, generate.Settings(0.7, 4, 0.9)), ids=str)
+@pytest.mark.parametrize("settings", (toys.SAMPLED, inputs.Settings(0.7, 4, 0.9)), ids=str)
 @pytest.mark.parametrize("text", ("oracle:4:1:5", "learned:2:2:5", "learned:3:1:4@1.5"))
 def test_emitted_tokens_follow_the_models_distribution(tiny, text, settings):
     """At the first, the middle and the last (bonus) place of a round, also given the token

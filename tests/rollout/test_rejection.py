@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastgrpo_jax.rollout import accept, buckets, decode, generate, sampling, strategy
+from fastgrpo_jax.rollout import accept, buckets, decode, generate, inputs, sampling, strategy
 from fastgrpo_jax.rollout import engine as engine_lib
 from tests.rollout import toys
 
@@ -85,7 +85,7 @@ REJECTION = dataclasses.replace(toys.SPEC, rejection=True)
 @pytest.mark.parametrize("text", ["learned:3:1:4", "ngram:2:1:3"])
 def test_greedy_tokens_are_those_of_plain_decoding(text):
     """At T 0 both distributions are points, so a draft is taken exactly if it is the target's."""
-    greedy = generate.Settings(0.0)
+    greedy = inputs.Settings(0.0)
     found = toys.rollout(toys.engine(REJECTION), toys.weights(), toys.fixed(text), greedy)
     toys.assert_same(found.batch, toys.plain(greedy).batch)
 
@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(text):
 @pytest.mark.parametrize("text", ["learned:2:1:3", "ngram:2:1:3"])
 def test_sampled_tokens_fit_the_models_own_distribution(text, ids):
     """Of 1,200 rows, at each of three places: as many of each id as its probabilities add up to."""
-    count, settings = 1200, generate.Settings(0.8)
+    count, settings = 1200, inputs.Settings(0.8)
     spec = dataclasses.replace(REJECTION, group=count)
     weights = toys.weights()
     if ids:
@@ -109,7 +109,7 @@ def test_sampled_tokens_fit_the_models_own_distribution(text, ids):
     prompts = np.array([[7, 11, b, 9, 7, 11] for b in range(toys.VOCAB)], np.int32)
     last = np.asarray(decode.read(spec.policy, weights.policy, jnp.asarray(prompts)))[:, -1]
     prompt = prompts[np.argmax(jax.nn.softmax(last / 0.8)[np.arange(toys.VOCAB), prompts[:, 2]])]
-    request = generate.Request((tuple(prompt.tolist()),), (3,), 5, 2)
+    request = inputs.Request((tuple(prompt.tolist()),), (3,), 5, 2)
     done = generate.rollout(engine, weights, request, settings, limits, controller)
     batch = done.batch
     assert sum(int(b.report.accepted.sum()) for b in done.blocks) > count / 20

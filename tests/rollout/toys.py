@@ -13,7 +13,16 @@ import numpy as np
 
 from fastgrpo_jax import base
 from fastgrpo_jax.models import eagle, policy
-from fastgrpo_jax.rollout import decode, draft_oracle, generate, sampling, speculate, strategy
+from fastgrpo_jax.rollout import (
+    decode,
+    draft_oracle,
+    generate,
+    inputs,
+    record,
+    sampling,
+    speculate,
+    strategy,
+)
 from fastgrpo_jax.rollout import engine as engine_lib
 from fastgrpo_jax.rollout import pool as pool_lib
 
@@ -22,8 +31,8 @@ GROUP = 3
 STOP = 4
 NEVER = 1000  # a stop token that no model has
 LIMITS = engine_lib.Limits(prompt=12, response=22, total=32)
-SAMPLED = generate.Settings(1.0)
-REQUEST = generate.Request(
+SAMPLED = inputs.Settings(1.0)
+REQUEST = inputs.Request(
     prompts=((7,), tuple(range(2, 14)), (31, 30, 31, 36, 0, 4, 11)),
     places=(3, 2**33, 11),
     seed=5,
@@ -133,12 +142,12 @@ def rollout(
     made: engine_lib.Engine,
     w: speculate.Weights,
     controller: strategy.Controller,
-    settings: generate.Settings = SAMPLED,
-    request: generate.Request = REQUEST,
+    settings: inputs.Settings = SAMPLED,
+    request: inputs.Request = REQUEST,
     limits: engine_lib.Limits = LIMITS,
     look=lambda live: None,
     **more,
-) -> generate.Rollout:
+) -> record.Rollout:
     """Roll out, and fail rather than hang where rows never end."""
     blocks = []
 
@@ -152,15 +161,15 @@ def rollout(
 
 @functools.cache
 def plain(
-    settings: generate.Settings = SAMPLED,
+    settings: inputs.Settings = SAMPLED,
     stop: int = STOP,
-    request: generate.Request = REQUEST,
-) -> generate.Rollout:
+    request: inputs.Request = REQUEST,
+) -> record.Rollout:
     """Decode without any draft: what every other way must reproduce."""
     return rollout(engine(stop=stop), weights(), fixed("off"), settings, request)
 
 
-def told(plain_run: generate.Rollout, accept: float = 1.0, spec=SPEC) -> speculate.Weights:
+def told(plain_run: record.Rollout, accept: float = 1.0, spec=SPEC) -> speculate.Weights:
     """Make the weights whose oracle knows a finished rollout."""
     return weights(spec, plain_run.batch.tokens, accept)
 
@@ -175,7 +184,7 @@ def assert_same(found: base.RolloutBatch, wanted: base.RolloutBatch):
     np.testing.assert_allclose(found.masses, wanted.masses, rtol=0, atol=2e-6)
 
 
-def accepted_share(run: generate.Rollout) -> float:
+def accepted_share(run: record.Rollout) -> float:
     """Compute the share of the emitted tokens that were accepted drafts."""
     accepted = sum(int(b.report.accepted.sum()) for b in run.blocks)
     return accepted / sum(int(b.report.emitted) for b in run.blocks)
@@ -189,10 +198,10 @@ class Driver:
     ):
         self.engine, self.weights = engine(spec, stop=stop), w
         read = generate._prefill(self.engine, w, request.prompts)
-        rows = generate._sequences(self.engine, request, LIMITS)
+        rows = inputs.sequences(self.engine, request, LIMITS)
         need = max(map(len, request.prompts)) - 1 + DEEPEST_SPAN
         self.state = generate._begin(self.engine, request, read, rows, need).state
-        self.sample = generate._settings(request, spec.group, settings)
+        self.sample = inputs.sampling_of(request, spec.group, settings)
         self.bucket = base.Bucket(ROWS, self.state.cache.k[0].shape[2])
 
     def block(self, text: str, rounds: int) -> base.BlockReport:
@@ -277,8 +286,8 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 def longhand(
     config: base.PolicyConfig,
     params: base.Params,
-    request: generate.Request,
-    settings: generate.Settings,
+    request: inputs.Request,
+    settings: inputs.Settings,
     limits: engine_lib.Limits,
     stop: int,
     group: int,
