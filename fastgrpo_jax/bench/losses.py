@@ -1,13 +1,15 @@
 """Does each loss of the policy train? Runs of GRPO on `arithmetic`, each loss over some seeds.
 
-With --model=tiny a small policy first reads worked solutions, until it is right now and then;
-other models start as they are. All losses see the same prompts of a seed, and the first rollout is
-the same, for it is made before the first update. A run is that of `fastgrpo_jax.main` with these
-keys and no speculation, which would change no token. `rise` is the mean reward of the last fifth of
+With --model=tiny a small policy first reads worked solutions, not all of them right; other models
+start as they are. A run answers the same few prompts in every step, other ones for each seed, so
+that no step is easier than another. All losses begin with the same rollout, for it is made before
+the first update. A run is that of `fastgrpo_jax.main` with these keys and no speculation, which
+would change no token. `rise` is the mean reward of the last fifth of
 the steps over that of the first fifth; the suite fails where a loss's median rise is not above 0.
 """
 
 import contextlib
+import json
 import pathlib
 import statistics
 import tempfile
@@ -26,14 +28,14 @@ def add_arguments(parser) -> None:
     parser.add_argument("--losses", default=",".join(grpo.LOSSES), help="comma-separated")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each loss")
     parser.add_argument("--steps", type=int, default=40, help="of a run")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step")
+    parser.add_argument("--prompts", type=int, default=16, help="of each step")
     parser.add_argument("--group", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--tokens", type=int, default=worked.RESPONSE, help="of an answer, at most")
     parser.add_argument("--max_prompt", type=int, default=worked.PROMPT)
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
-        "--lessons", type=int, default=300, help="batches of worked solutions, with --model=tiny"
+        "--lessons", type=int, default=600, help="batches of solutions, with --model=tiny"
     )
 
 
@@ -58,8 +60,11 @@ def run(args) -> int:
             model, name = common.load(args, "float32"), args.model
         rows = []
         for seed in range(args.seed, args.seed + args.seeds):
+            task = str(folder / f"prompts_{seed}.jsonl")
+            _write_prompts(task, args, seed)
             for loss in losses:
-                rows.append(_train(configure(args, name, loss, seed), folder / f"{loss}_{seed}"))
+                workdir = folder / f"{loss}_{seed}"
+                rows.append(_train(configure(args, name, task, loss, seed), workdir))
                 said = (f"{k} {v}" for k, v in rows[-1].items() if k != "rewards")
                 common.say("  ".join(said))
     summary = {}
@@ -77,15 +82,20 @@ def run(args) -> int:
     return int(bool(failed))
 
 
-def configure(args, model: str, loss: str, seed: int) -> config_dict.ConfigDict:
+def _write_prompts(path: str, args, seed: int) -> None:
+    small = args.model == "tiny"
+    task = worked.task(seed) if small else common.open_task("arithmetic", seed)
+    rows = [json.dumps(task.row(place)) for place in range(args.prompts)]
+    pathlib.Path(path).write_text("\n".join(rows) + "\n")
+
+
+def configure(args, model: str, task: str, loss: str, seed: int) -> config_dict.ConfigDict:
     """Configure one run."""
     c = default.get_config()
     c.seed, c.steps = seed, args.steps
     c.compilation_cache = args.compilation_cache
     c.model.name = model
-    c.task.name = "arithmetic"
-    if args.model == "tiny":
-        c.task.max_operand, c.task.max_terms = worked.OPERAND, worked.TERMS
+    c.task.name = task
     c.task.prompts_per_step, c.task.group = args.prompts, args.group
     c.task.max_prompt_length = args.max_prompt
     c.sampling.temperature = args.temperature

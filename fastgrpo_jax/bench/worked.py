@@ -1,11 +1,12 @@
 """A small policy that has read worked solutions: for benches that need one which knows something.
 
 GRPO teaches nothing to a policy that is never right, nor to one that always is. So a policy of
-less than a million parameters learns `arithmetic` from worked solutions, by plain next-token
-training, and is stopped early.
+less than a million parameters learns `arithmetic` from worked solutions in which now and then a
+line is wrong. It becomes as careless as they are, and can be taught to take care.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from fastgrpo_jax.train.layout import StepBatch
 OPERAND, TERMS = 9, 3  # sizes of the task
 PROMPT, RESPONSE = 64, 40  # most tokens, template and stop token included
 BATCH = 64
+SLIP = 0.3  # chance that a line of a solution is wrong
 
 
 def shape() -> base.PolicyConfig:
@@ -37,10 +39,11 @@ def task(seed: int) -> data.Task:
     )
 
 
-def solve(prompt: str) -> str:
+def solve(prompt: str, slip: Callable[[], int] = lambda: 0) -> str:
     """Work out a prompt of `arithmetic`: products first, then from the left.
 
-    "Compute 3 + 4 * 2 step by step." gives "4 * 2 = 8. 3 + 8 = 11. #### 11".
+    "Compute 3 + 4 * 2 step by step." gives "4 * 2 = 8. 3 + 8 = 11. #### 11". What `slip` gives is
+    added to each line's result, and the next line goes on from there.
     """
     words = prompt.split()[1:-3]
     lines = []
@@ -52,6 +55,7 @@ def solve(prompt: str) -> str:
                 continue
             a, b = int(words[i - 1]), int(words[i + 1])
             value = a * b if words[i] == "*" else a + b if words[i] == "+" else a - b
+            value += slip()
             lines.append(f"{' '.join(words[i - 1 : i + 2])} = {value}.")
             words[i - 1 : i + 2] = [str(value)]
     return f"{' '.join(lines)} #### {words[0]}"
@@ -77,12 +81,17 @@ def train(seed: int, steps: int, learning_rate: float = 3e-3) -> load.LoadedMode
         max_prompt=PROMPT,
     )
     state = step_lib.init_state(step_config, tiny.params(config, seed))
-    update = step_lib.make_train_step(step_config)
+    update, rng = step_lib.make_train_step(step_config), np.random.default_rng(seed)
+
+    def slip() -> int:
+        return int(rng.choice([-2, -1, 1, 2])) if rng.random() < SLIP else 0
+
     stops = load.stop_tokens(tokenizer, [])
     rendering = data.Rendering(tokenizer, "", True, PROMPT, "error")
     for step in range(steps):
         prompts, _, _ = data.take(source, step * BATCH, BATCH, rendering)
-        state, found = update(state, batch(prompts, tokenizer, stops[0]))
+        said = [solve(prompt.prompt, slip) for prompt in prompts]
+        state, found = update(state, batch(prompts, said, tokenizer, stops[0]))
         if (step + 1) % 100 == 0 or step + 1 == steps:
             loss = float(found["sampling/sampling_logp_difference/mean"])  # of log-probs to 0
             common.say(f"reading worked solutions: step {step + 1}, loss {loss:.3f}")
@@ -90,13 +99,12 @@ def train(seed: int, steps: int, learning_rate: float = 3e-3) -> load.LoadedMode
     return load.LoadedModel(config, jax.device_get(state.params), tokenizer, stops, name)
 
 
-def batch(prompts: list[data.Prompt], tokenizer, stop: int) -> StepBatch:
-    """Write prompts and their solutions, each ended by a stop token."""
+def batch(prompts: list[data.Prompt], said: list[str], tokenizer, stop: int) -> StepBatch:
+    """Write prompts and what was said to them, each ended by a stop token."""
     tokens = np.zeros((len(prompts), PROMPT + RESPONSE), np.int32)
     prompt_length, length = np.zeros((2, len(prompts)), np.int32)
-    for row, prompt in enumerate(prompts):
-        said = tokenizer(solve(prompt.prompt), add_special_tokens=False)["input_ids"]
-        ids = [*prompt.ids, *said, stop]
+    for row, (prompt, text) in enumerate(zip(prompts, said)):
+        ids = [*prompt.ids, *tokenizer(text, add_special_tokens=False)["input_ids"], stop]
         tokens[row, : len(ids)] = ids
         prompt_length[row], length[row] = len(prompt.ids), len(ids)
     ones = jnp.ones(len(prompts), jnp.float32)

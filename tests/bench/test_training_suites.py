@@ -19,6 +19,10 @@ def test_worked_solutions_are_right():
     assert worked.solve("Compute 3 - 4 * 2 * 2 step by step.") == (
         "4 * 2 = 8. 8 * 2 = 16. 3 - 16 = -13. #### -13"
     )
+    slips = iter([1, 0, -2])
+    assert worked.solve("Compute 3 + 4 * 2 - 5 step by step.", lambda: next(slips)) == (
+        "4 * 2 = 9. 3 + 9 = 12. 12 - 5 = 5. #### 5"
+    )
     rows = [worked.task(5).row(i) for i in range(500)]
     said = [worked.solve(row["prompt"]) for row in rows]
     assert rewards.exact_number(said, [row["answer"] for row in rows]) == [1.0] * 500
@@ -31,7 +35,8 @@ def test_a_batch_holds_prompts_and_their_solutions():
     stops = load.stop_tokens(tokenizer, [])
     rendering = data.Rendering(tokenizer, "", True, worked.PROMPT, "error")
     prompts, _, _ = data.take(worked.task(0), 0, 200, rendering)
-    batch = worked.batch(prompts, tokenizer, stops[0])
+    said = [worked.solve(prompt.prompt) for prompt in prompts]
+    batch = worked.batch(prompts, said, tokenizer, stops[0])
     for prompt, row, first, end in zip(prompts, *map(np.asarray, batch[:3])):
         assert tuple(row[:first]) == prompt.ids
         assert tokenizer.decode(row[first:end]) == worked.solve(prompt.prompt) + "<|im_end|>"
