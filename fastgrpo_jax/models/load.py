@@ -93,6 +93,17 @@ def _open_shape(name: str, dtype: str, seed: int) -> LoadedModel:
     return _finish(config, tiny.params(config, seed), tokenizer, [], source)
 
 
+def source_files(name: str) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """Read config.json and generation_config.json of a model by name; None for one it lacks."""
+    path = pathlib.Path(name).expanduser()
+    if name in ("tiny", "smollm2-135m") or name.endswith(".gguf"):
+        return None, None
+    if not path.is_dir():
+        path = _download(name, ["config.json", "generation_config.json"])
+    files = (path / "config.json", path / "generation_config.json")
+    return tuple(hf_config.read_json(file) if file.is_file() else None for file in files)
+
+
 def stop_tokens(tokenizer: Any, declared: Iterable[int]) -> tuple[int, ...]:
     """Unite the declared end tokens, the tokenizer's EOS and the chat turn end."""
     ends = {tokenizer.eos_token_id, turn_end(tokenizer)} - {None}

@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from fastgrpo_jax import base
@@ -83,6 +84,33 @@ def restore(
         ) from error
     state = base.TrainState(*found["state"])
     return state if like.adapters is None else state._replace(params=like.params), found["extra"]
+
+
+def read(workdir: str | os.PathLike, step: int, parts: tuple[str, ...]) -> dict[str, Any]:
+    """Read some parts of the state of one checkpoint, as NumPy arrays: little more memory than
+    theirs is needed, and no mesh.
+
+    Raises:
+      UserError: if the checkpoint is damaged, or lacks a part.
+    """
+    path = pathlib.Path(workdir).resolve() / FOLDER / str(step) / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        with _silent_orbax():
+            tree = handler.metadata(path).tree
+            item = {name: jax.tree.map(_shape, tree[name]) for name in parts}
+            how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
+            args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+            return handler.restore(path, args=args)
+    except Exception as error:  # whatever tensorstore makes of damaged files
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise base.UserError(
+            f"checkpoint {step} in {workdir} cannot be read: {first[:200]}"
+        ) from error
+
+
+def _shape(leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _kept(state: base.TrainState) -> base.TrainState:
