@@ -80,6 +80,7 @@ class EagleConfig:
     norm_eps: float = 1e-6
     dtype: str = "float32"
     taps: tuple[int, ...] = ()
+    fc_bias: bool = False  # of `eagle`; published ones may have it
 
     @property
     def reads(self) -> int:

@@ -1,7 +1,10 @@
-"""Export: python -m fastgrpo_jax.export --workdir=DIR --to=hf --out=DIR
+"""Export: python -m fastgrpo_jax.export --workdir=DIR --to=hf|eagle --out=DIR
 
 hf: a directory that transformers, vLLM, SGLang and `--config.model.name` load, of a checkpoint's
 policy. Adapters of a LoRA run are merged into it, or written for PEFT with --lora=adapter.
+
+eagle: its drafter, of a run with drafter.kind=eagle, under the names of EAGLE-1 and EAGLE-2, which
+SGLang and vLLM load; `--config.drafter.init=DIR` takes it too.
 """
 
 import argparse
@@ -11,7 +14,7 @@ import pathlib
 import shutil
 import sys
 
-TARGETS = ("hf",)
+TARGETS = ("hf", "eagle")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,14 +52,9 @@ def export(args) -> pathlib.Path:
 
     Raises:
       UserError: for a workdir without a config or checkpoint, a step that was not kept, an --out
-        that is there already or cannot be made.
+        that is there already or cannot be made, and what the run does not have.
     """
-    import jax
-    import jax.numpy as jnp
-
     from fastgrpo_jax import base
-    from fastgrpo_jax.models import export as writer
-    from fastgrpo_jax.models import load, lora
     from fastgrpo_jax.train import checkpoint
 
     workdir, out = pathlib.Path(args.workdir), pathlib.Path(args.out)
@@ -70,8 +68,7 @@ def export(args) -> pathlib.Path:
         )
     if not args.shard_bytes >= 1:
         raise base.UserError(f"--shard_bytes is {args.shard_bytes:g}; allowed: 1 or more")
-    rank = c["lora"]["rank"]
-    if args.lora == "adapter" and not rank:
+    if args.lora == "adapter" and not c.lora.rank:
         raise base.UserError("--lora is 'adapter', but the run has no adapters (lora.rank is 0)")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise base.UserError(f"--out is {args.out!r}, which is there already and not empty")
@@ -79,55 +76,88 @@ def export(args) -> pathlib.Path:
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
+        {"hf": _write_policy, "eagle": _write_drafter}[args.to](args, c, step, part)
+        if out.exists():
+            out.rmdir()  # empty
+        part.rename(out)
     except OSError as error:
         raise base.UserError(f"--out is {args.out!r}: {error.strerror}") from error
-    model = load.load(c["model"]["name"], "float32", c["seed"])
-    found = checkpoint.read(workdir, step, ("adapters",) if rank else ("params",))
-    if rank:
-        targets = tuple(name.strip() for name in c["lora"]["targets"].split(","))
-        settings = lora.LoraConfig(rank, c["lora"]["alpha"], targets)
-        if args.lora == "adapter":
-            writer.save_adapter(part, settings, found["adapters"], c["model"]["name"])
-            return _finish(part, out)
-        params = lora.merge(settings, *jax.tree.map(jnp.asarray, (model.params, found["adapters"])))
-    else:
-        params = found["params"]
-    params = jax.tree.map(lambda x: jax.device_get(x).astype(jnp.dtype(args.dtype)), params)
-    source, generation = load.source_files(c["model"]["name"])
-    writer.save(
-        part,
-        model.config,
-        params,
-        model.tokenizer,
-        model.stop_tokens,
-        source,
-        generation,
-        int(args.shard_bytes),
-    )
-    return _finish(part, out)
-
-
-def _finish(part: pathlib.Path, out: pathlib.Path) -> pathlib.Path:
-    if out.exists():
-        out.rmdir()  # empty
-    part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return out
 
 
-def _config(workdir: pathlib.Path) -> dict:
-    """Read the config that a run has left."""
+def _write_policy(args, c, step: int, out: pathlib.Path) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from fastgrpo_jax.models import export as writer
+    from fastgrpo_jax.models import load, lora
+    from fastgrpo_jax.train import checkpoint
+
+    found = checkpoint.read(args.workdir, step, ("adapters",) if c.lora.rank else ("params",))
+    model = load.load(c.model.name, "float32", c.seed)
+    params = found.get("params")
+    if c.lora.rank:
+        targets = tuple(name.strip() for name in c.lora.targets.split(","))
+        settings = lora.LoraConfig(c.lora.rank, c.lora.alpha, targets)
+        if args.lora == "adapter":
+            writer.save_adapter(out, settings, found["adapters"], c.model.name)
+            return
+        params = lora.merge(settings, *jax.tree.map(jnp.asarray, (model.params, found["adapters"])))
+    writer.save(
+        out,
+        model.config,
+        _cast(params, args.dtype),
+        model.tokenizer,
+        model.stop_tokens,
+        *load.source_files(c.model.name),
+        int(args.shard_bytes),
+    )
+
+
+def _write_drafter(args, c, step: int, out: pathlib.Path) -> None:
+    from fastgrpo_jax.models import eagle, eagle_file, eagle_hf, load
+    from fastgrpo_jax.train import checkpoint
+
+    d = c.drafter
+    model = load.load(c.model.name, "float32", c.seed)
+    shape = None
+    if d.kind != "none":
+        shape = eagle.config_for(model.config, d.kind, d.features)
+        if d.init:
+            shape, _, _ = eagle_file.load(d.init, model.config)
+    eagle_hf.check_exportable(shape)
+    wanted = ("drafter",) if c.lora.rank else ("drafter", "params")
+    found = checkpoint.read(args.workdir, step, wanted)
+    embed = found.get("params", model.params)["embed"]
+    drafter, embed = _cast((found["drafter"], embed), args.dtype)
+    eagle_hf.save(out, shape, drafter, model.config, embed)
+
+
+def _cast(params, dtype: str):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    return jax.tree.map(lambda x: np.asarray(x).astype(jnp.dtype(dtype)), params)
+
+
+def _config(workdir: pathlib.Path):
+    """Read the config that a run has left; keys that it did not know have their defaults."""
     from fastgrpo_jax import base
+    from fastgrpo_jax.configs import default
 
     path = workdir / "config.json"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise base.UserError(
-            f"--workdir is {str(workdir)!r}, but {path} is no config: {error}"
-        ) from error
-    if not isinstance(found, dict) or not {"model", "lora", "seed"} <= found.keys():
-        raise base.UserError(f"{path} is no config of a run")
-    return found
+        c = default.get_config()
+        with c.ignore_type():
+            c.update(found)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        text = f"--workdir is {str(workdir)!r}, but {path} is no config: {error}"
+        raise base.UserError(text) from error
+    return c
 
 
 if __name__ == "__main__":

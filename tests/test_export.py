@@ -1,6 +1,8 @@
 """A run's policy leaves as a model that others load: whole, merged, or as adapters."""
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,9 @@ import pytest
 import safetensors.numpy
 from flax import traverse_util
 
-from fastgrpo_jax import configs, export
+from fastgrpo_jax import base, configs, export
+from fastgrpo_jax.models import eagle, eagle_file, eagle_hf, load, lora, policy, tiny
 from fastgrpo_jax.models import export as writer
-from fastgrpo_jax.models import load, lora, policy, tiny
 from fastgrpo_jax.train import checkpoint, loop
 
 
@@ -21,8 +23,7 @@ def play(workdir, model="tiny", **changes):
     c.steps = 2
     c.checkpoint.every, c.checkpoint.keep = 1, 2
     c.model.name = model
-    c.drafter.kind = "none"
-    c.rollout.controller = "off"
+    c.drafter.kind, c.rollout.controller = "none", "off"
     c.task.max_prompt_length = 40
     c.sampling.max_response_length = 8
     rewards = workdir.parent / "rewards.py"  # differ, so that the policy changes
@@ -97,14 +98,14 @@ def test_large_weights_are_split_into_files_with_an_index(whole, tmp_path):
 def test_adapters_are_merged(adapted, tmp_path):
     assert run("--workdir", adapted, "--out", tmp_path / "out") == 0
     found = traverse_util.flatten_dict(load.load(str(tmp_path / "out")).params)
-    base = traverse_util.flatten_dict(tiny.params(tiny.config("float32"), 0))
+    start = traverse_util.flatten_dict(tiny.params(tiny.config("float32"), 0))
     flat = traverse_util.flatten_dict(checkpoint.read(adapted, 2, ("adapters",))["adapters"])
     for path, x in found.items():
         change = 0.0
         if path[-1] == "kernel" and path[-2] in ("q", "down"):
             change = 2.0 * flat[*path[:-1], "a"] @ flat[*path[:-1], "b"]
             assert np.abs(change).max() > 1e-3
-        np.testing.assert_allclose(x, base[path] + change, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(x, start[path] + change, rtol=1e-6, atol=1e-7)
 
 
 def test_adapters_are_written_under_pefts_names(adapted, tmp_path):
@@ -181,7 +182,82 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_nothing(adapted, tmp_path, c
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert run("--workdir", broken, "--out", tmp_path / "x") == 2
     assert "checkpoint 2 in" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_drafter_leaves_under_eagles_names_and_comes_back(tmp_path):
+    options = dict(drafter__kind="eagle", rollout__controller="fixed", model__name="tiny")
+    workdir = play(tmp_path / "run", **options, rollout__strategy="learned:2:1:3")
+    out = tmp_path / "eagle"
+    assert run("--workdir", workdir, "--to=eagle", "--out", out) == 0
+    state = safetensors.numpy.load_file(out / "model.safetensors")
+    attention = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"}
+    mlp = {f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
+    rest = {"embed_tokens.weight", "fc.weight", "fc.bias"}
+    assert set(state) == attention | mlp | rest | {"layers.0.post_attention_layernorm.weight"}
+    assert state["fc.weight"].shape == (64, 128) and not state["fc.bias"].any()
+    assert state["layers.0.self_attn.k_proj.weight"].shape == (32, 64)
+    about = json.loads((out / "config.json").read_text())
+    assert about["architectures"] == ["LlamaForCausalLMEagle"] and about["num_hidden_layers"] == 1
+    assert about["vocab_size"] == 100 and about["rope_theta"] == 10000.0
+    read = checkpoint.read(workdir, 2, ("drafter", "params"))
+    np.testing.assert_array_equal(state["embed_tokens.weight"], read["params"]["embed"])
+    config, params, counts = eagle_file.load(out, tiny.config("float32"))
+    assert config.kind == "eagle" and config.fc_bias and counts == {}
+    bias = params["fc"].pop("bias")
+    assert not bias.any()
+    jax.tree.map(np.testing.assert_array_equal, params, read["drafter"])
+    again = play(
+        tmp_path / "again", **options, drafter__init=out, rollout__strategy="learned:1:1:2"
+    )
+    assert run("--workdir", again, "--to=eagle", "--out", tmp_path / "second") == 0
+    assert (
+        run("--workdir", again, "--to=eagle", "--out", tmp_path / "half", "--dtype=bfloat16") == 0
+    )
+    half = eagle_file.load(tmp_path / "half", tiny.config("float32"))[1]
+    whole = eagle_file.load(tmp_path / "second", tiny.config("float32"))[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-8), half, whole)
+
+
+def test_a_drafter_that_no_server_knows_is_not_exported(whole, tmp_path, capsys):
+    assert run("--workdir", whole, "--to=eagle", "--out", tmp_path / "x") == 2
+    assert "the run has no learned drafter" in capsys.readouterr().err
+    with pytest.raises(base.UserError, match="of kind 'fastgrpo' and reads 1 depths"):
+        eagle_hf.check_exportable(eagle.config_for(tiny.config("float32"), "fastgrpo"))
+    with pytest.raises(base.UserError, match="of kind 'eagle' and reads 3 depths"):
+        deep = dataclasses.replace(tiny.config("float32"), layers=3)
+        eagle_hf.check_exportable(eagle.config_for(deep, "eagle", 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors", "message"),
+    [
+        ({"hidden_size": 32, "head_dim": 16}, {}, "a drafter of another model: hidden 32 for 64"),
+        ({"vocab_size": 7}, {}, "a drafter of another model: vocab 7 for 100"),
+        ({"num_hidden_layers": 2}, {}, "has 2 layers"),
+        ({}, {"midlayer.hidden_norm.weight": (64,)}, "holds an EAGLE-3 drafter"),
+        ({}, {"layers.0.input_layernorm.weight": (64,)}, "unknown: layers.0.input_layernorm"),
+        ({}, {"fc.weight": (64, 64)}, "misshaped: fc.weight (found [64, 64], expected [64, 128])"),
+        ({}, {"fc.weight": None}, "there is no fc.weight in it"),
+        ({}, {"layers.0.mlp.up_proj.weight": None}, "missing: layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(changes, tensors, message, tmp_path):
+    policy = tiny.config("float32")
+    shape = eagle.config_for(policy, "eagle")
+    params = jax.device_get(eagle.init(jax.random.key(0), shape))
+    eagle_hf.save(tmp_path, shape, params, policy, tiny.params(policy, 0)["embed"])
+    assert eagle_file.load(tmp_path, policy)[0].kind == "eagle"
+    raw = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    state = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+    for name, size in tensors.items():
+        state.pop(name, None)
+        if size:
+            state[name] = np.zeros(size, np.float32)
+    safetensors.numpy.save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(base.UserError, match=re.escape(message)):
+        eagle_file.load(tmp_path, policy)
 
 
 def test_lora_configs_know_all_pefts_names():

@@ -66,7 +66,9 @@ class Eagle(nn.Module):
             next_feature = norm("feature_norm")(z + layers.SwiGLU(c.ffn, name="feature_mlp")(n))
             hidden = norm("hidden_norm")(z + layers.SwiGLU(c.ffn, name="hidden_mlp")(n))
             return next_feature, hidden, kept
-        z = layers.Linear(c.hidden, name="fc")(jnp.concatenate([embeds, features], axis=-1))
+        z = layers.Linear(c.hidden, c.fc_bias, name="fc")(
+            jnp.concatenate([embeds, features], axis=-1)
+        )
         z += attention(z, angles, mask, remember)
         z += layers.SwiGLU(c.ffn, name="mlp")(norm("mlp_norm")(z))
         return z, z, kept

@@ -11,7 +11,7 @@ from flax import traverse_util
 from safetensors import numpy as st_numpy
 
 from fastgrpo_jax import base
-from fastgrpo_jax.models import eagle
+from fastgrpo_jax.models import eagle, eagle_hf
 
 NAME = "drafter.safetensors"  # in a workdir
 FORMAT = "fastgrpo_jax drafter 1"
@@ -43,13 +43,17 @@ def load(
 ) -> tuple[base.EagleConfig, base.Params, dict[str, int]]:
     """Read a drafter for a policy, and its counts; it computes in the policy's dtype.
 
-    `path` is a file, or a folder that has one of the name that runs give it.
+    `path` is a file, a folder that has one of the name that runs give it, or a published drafter's
+    folder (see `eagle_hf`), which has no counts.
 
     Raises:
       UserError: for a file that is none, or a drafter of another model's shape.
     """
-    if pathlib.Path(path).is_dir():
-        path = pathlib.Path(path) / NAME
+    folder = pathlib.Path(path)
+    if folder.is_dir():
+        if not (folder / NAME).is_file() and (folder / "model.safetensors").is_file():
+            return *eagle_hf.load(folder, policy), {}
+        path = folder / NAME
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             meta = file.metadata() or {}
@@ -63,9 +67,9 @@ def load(
     config = base.EagleConfig(**shape)
     wanted = eagle.config_for(policy, config.kind, max(len(config.taps), 1))
     differ = [
-        f"{field.name} {getattr(config, field.name)} for {getattr(wanted, field.name)}"
-        for field in dataclasses.fields(config)
-        if getattr(config, field.name) != getattr(wanted, field.name)
+        f"{name} {getattr(config, name)} for {getattr(wanted, name)}"
+        for name in ("hidden", "taps")  # the rest is the drafter's own
+        if getattr(config, name) != getattr(wanted, name)
     ]
     if differ:
         raise base.UserError(f"{str(path)!r} is a drafter of another model: {', '.join(differ)}")

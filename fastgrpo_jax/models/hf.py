@@ -132,9 +132,14 @@ def to_hf_state(params: base.Params, config: base.PolicyConfig) -> dict[str, np.
 
     Arrays keep their dtype and are contiguous; a tied head is not repeated.
     """
+    return state_of(layout(config), params)
+
+
+def state_of(slots: dict[str, Slot], params: base.Params) -> dict[str, np.ndarray]:
+    """Take each slot's tensor out of a params tree, as its file has it."""
     flat = traverse_util.flatten_dict(params)
     state = {}
-    for name, slot in layout(config).items():
+    for name, slot in slots.items():
         x = np.asarray(flat[slot.path])
         state[name] = np.ascontiguousarray(x.T if slot.transposed else x)
         if state[name].shape != slot.shape:
