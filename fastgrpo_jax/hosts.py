@@ -100,6 +100,11 @@ def join(where: Address | None, timeout_s: int) -> None:
         )
     except (ValueError, RuntimeError) as error:
         line = str(error).strip().partition("\n")[0]
+        if where.coordinator == "auto" and "should be defined" in line:
+            raise base.UserError(
+                "hosts.coordinator is 'auto', but no cluster that JAX knows was found here; "
+                "allowed: HOST:PORT of process 0, with hosts.count and hosts.index"
+            ) from error
         raise base.UserError(
             f"hosts.coordinator is {where.coordinator!r}: the processes did not meet within "
             f"{timeout_s} s ({line[:300]})"

@@ -40,12 +40,15 @@ def supervise(command: Sequence[str], name: str, timeout_s: int) -> int:
         return 128 - code
     if code >= 0 and code != LOST:
         return code
-    how = "another process of the run was lost"
+    how = (
+        f"another process of the run was lost, or one did not come or answer for {timeout_s} s "
+        "(hosts.timeout_s)"
+    )
     if code == -signal.SIGKILL:
         how = "it was killed (by the system, it may be, for want of memory)"
     print(
-        f"error: {name} has ended: {how}, or one did not come or answer for {timeout_s} s "
-        "(hosts.timeout_s). Saved steps are kept; start all processes again to go on.",
+        f"error: {name} has ended: {how}. Saved steps are kept; "
+        "start all processes again to go on.",
         file=sys.stderr,
         flush=True,
     )

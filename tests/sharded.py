@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import re
-import time
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -526,9 +526,18 @@ def test_idle_devices_teach_the_drafter_and_change_no_token(tmp_path, capsys, mo
     )
     compiling, begin, seen = spot.Trainer.compile, spot.Trainer.begin, []
 
+    updated, update = threading.Event(), spot._Student.update
+
+    def heard(self, rows):
+        loss = update(self, rows)
+        updated.set()
+        return loss
+
     def start(self):
+        updated.clear()
         begin(self)
-        time.sleep(3)  # for an update or more, however short these rows are
+        if self.thread:  # however short these rows are, there is time for an update
+            assert updated.wait(120)
 
     def end(self, ended=spot.Trainer.end):
         learned, before = ended(self), self.given.state
@@ -542,6 +551,7 @@ def test_idle_devices_teach_the_drafter_and_change_no_token(tmp_path, capsys, mo
         return learned
 
     monkeypatch.setattr(spot.Trainer, "compile", lambda self, given: compiling(self, given).join())
+    monkeypatch.setattr(spot._Student, "update", heard)
     monkeypatch.setattr(spot.Trainer, "begin", start)
     monkeypatch.setattr(spot.Trainer, "end", end)
     changes = dict(steps=3, rollout__row_buckets="", rollout__warmup=0)
@@ -558,7 +568,7 @@ def test_idle_devices_teach_the_drafter_and_change_no_token(tmp_path, capsys, mo
     done = [row["drafter/steps"] for row in found]
     assert done == [1, 2 + updates[1], 3 + sum(updates)]
     for row in found[1:]:
-        assert 0 < row["spot/busy_s"] and 4 * 3 < row["spot/idle_s"]
+        assert 0 < row["spot/busy_s"] and 0 < row["spot/idle_s"]
         assert np.isfinite([row["spot/loss"], row["spot/acceptance_gained"]]).all()
         assert row["spot/acceptance_gained"] != 0
         assert row["compile/unexpected"] == 0

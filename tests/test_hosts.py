@@ -68,6 +68,15 @@ def test_an_address_that_leads_nowhere_is_refused(given, environment, message, m
     assert message in capsys.readouterr().err
 
 
+def test_auto_without_a_cluster_says_what_to_give_instead(monkeypatch):
+    def initialize(**_):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(hosts.jax.distributed, "initialize", initialize)
+    with pytest.raises(base.UserError, match="no cluster that JAX knows was found here; allowed"):
+        hosts.join(hosts.address("auto", 0, -1), 5)
+
+
 def test_a_timeout_below_a_second_is_refused():
     with pytest.raises(base.UserError, match=r"hosts.timeout_s is 0; allowed: 1 or more"):
         hosts.join(hosts.Address("here:1", 2, 0), 0)

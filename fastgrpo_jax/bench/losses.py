@@ -5,7 +5,7 @@ start as they are. A run answers the same few prompts in every step, other ones 
 that no step is easier than another. All losses begin with the same rollout, for it is made before
 the first update. A run is that of `fastgrpo_jax.main` with these keys and no speculation, which
 would change no token. `rise` is the mean reward of the last fifth of
-the steps over that of the first fifth; the suite fails where a loss's median rise is not above 0.
+the steps over that of the first fifth; the suite fails where a loss's median rise is not above 0 (not with --quick).
 """
 
 import contextlib
@@ -76,6 +76,8 @@ def run(args) -> int:
             f"most/{loss}": max(rises),
         }
     common.write(args.out, "losses", args, model, rows, summary)
+    if args.quick:  # too short to judge by
+        return 0
     failed = [loss for loss in losses if summary[f"rise/{loss}"] <= 0]
     if failed:
         common.say(f"the reward does not rise with {', '.join(failed)}")

@@ -45,6 +45,15 @@ def numbers(c) -> None:
             refuse(field, "above 0")
     if c.rollout.segment and c.task.resample_max:
         refuse("task.resample_max", "0 with rollout.segment, whose groups are answered over steps")
+    response = c.sampling.max_response_length
+    if c.rollout.segment >= response:
+        refuse("rollout.segment", f"0 (off), or below sampling.max_response_length, {response}")
+    if c.drafter.replay_updates and (c.drafter.kind == "none" or not c.drafter.train):
+        refuse("drafter.replay_updates", "0 without a drafter to train")
+    if c.optim.freeze and c.lora.rank:
+        refuse("lora.rank", "0 with optim.freeze, under which the policy does not learn")
+    if c.optim.freeze and c.loss.kl_beta:
+        refuse("loss.kl_beta", "0 with optim.freeze, under which the policy does not learn")
     rows = c.task.prompts_per_step * c.task.group
     if c.optim.micro_batches < 1 or rows % c.optim.micro_batches:
         refuse(

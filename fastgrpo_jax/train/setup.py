@@ -150,10 +150,13 @@ def _drafter(
         return (None if kind == "none" else eagle.config_for(policy, kind, depths)), None, {}
     head, params, counts = eagle_file.load(path, policy)
     if head.kind != kind:
-        raise base.UserError(f"drafter.kind is {kind!r}, but {path!r} holds one of {head.kind!r}")
+        raise base.UserError(
+            f"drafter.kind is {kind!r}; allowed: {head.kind!r}, as drafter.init {path!r} holds"
+        )
     if max(len(head.taps), 1) != depths:
         raise base.UserError(
-            f"drafter.features is {depths}, but {path!r} holds a drafter of {max(len(head.taps), 1)}"
+            f"drafter.features is {depths}; allowed: {max(len(head.taps), 1)}, as drafter.init "
+            f"{path!r} holds"
         )
     return head, params, counts
 

@@ -71,11 +71,14 @@ def metrics(learned: Learned) -> dict[str, float]:
     }
 
 
+_HOPE = 0.9  # of what a first update took counts after each tail that was too short for one
+
+
 class Trainer:
     """Trains on the `idle` part of a mesh, in a thread of its own: prepare, begin, end.
 
     Until its programs are compiled, which `compile` does beside the first rollouts, idle devices
-    stay idle.
+    stay idle; and where the last tail was over before an update would have been.
     """
 
     def __init__(self, config: step.StepConfig, idle: Any):
@@ -87,6 +90,8 @@ class Trainer:
         self.given: Given | None = None
         self.thread: threading.Thread | None = None
         self.found, self.began, self.error = NOTHING, 0.0, None
+        self.tail_s = float("inf")  # of the last tail
+        self.first_s = 0.0  # from a tail's start to the end of its first update
 
     def compile(self, given: Given) -> threading.Thread:
         """Compile everything in the background, for what is shaped as what is given."""
@@ -107,7 +112,9 @@ class Trainer:
     def begin(self) -> None:
         """Start: devices are idle from now on."""
         self.began = time.perf_counter()
-        if self.given.buffer and self.programs:
+        if self.tail_s < self.first_s:
+            self.first_s *= _HOPE
+        elif self.given.buffer and self.programs:
             self.thread = threading.Thread(target=self._guarded(self._study), daemon=True)
             self.thread.start()
 
@@ -117,7 +124,10 @@ class Trainer:
         Raises:
           whatever ended the training.
         """
-        idle = (time.perf_counter() - self.began) * self.idle.size if self.began else 0.0
+        idle = 0.0
+        if self.began:
+            self.tail_s = time.perf_counter() - self.began
+            idle = self.tail_s * self.idle.size
         self.stop()
         if self.error:
             raise self.error
@@ -143,14 +153,20 @@ class Trainer:
 
     def _study(self) -> None:
         given, began, losses = self.given, time.perf_counter(), []
-        student = _Student(self.config, self.idle, given, self.programs)
         held, taught = _hold(given.buffer, given.rng)
         if not taught:
             return
-        unseen = student.lesson(held)
-        before = student.examine(unseen)
+        student = _Student(self.config, self.idle, given, self.programs)
+        unseen = before = None
         while not self.ended.is_set():
-            losses.append(student.update(replay.draw(taught, replay.LESSON, given.rng)))
+            if unseen is None:
+                unseen = student.lesson(held)
+            elif before is None:
+                before = student.examine(unseen)
+            else:
+                losses.append(student.update(replay.draw(taught, replay.LESSON, given.rng)))
+            if len(losses) < 2:
+                self.first_s = time.perf_counter() - began
         self.found = Learned(
             student.state,
             len(losses),

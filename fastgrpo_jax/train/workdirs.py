@@ -20,6 +20,7 @@ HARMLESS = (
     "compilation_cache",
     "mesh.",
     "hosts.",
+    "drafter.spot",
     "reward.on_error",
     "task.overlong_prompt",
 )

@@ -55,7 +55,7 @@ def test_reading_solutions_lowers_the_loss(capsys):
 def test_every_loss_starts_from_the_same_rollout(tmp_path):
     out = tmp_path / "out.json"
     argv = ["losses", "--quick", f"--out={out}", "--compilation_cache=", "--losses=grpo,cispo"]
-    assert bench.main(argv) in (0, 1)  # so short a run may teach nothing
+    assert bench.main(argv) == 0  # so short a run may teach nothing
     rows = json.loads(out.read_text())["rows"]
     assert [(row["loss"], row["seed"]) for row in rows] == [("grpo", 0), ("cispo", 0)]
     assert all(len(row["rewards"]) == 5 for row in rows)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -520,6 +521,21 @@ def test_bad_input_has_one_clear_error_before_any_work(capsys, tmp_path, flag, m
     err = answer(capsys, "--config=tiny", f"--workdir={workdir}", *extra, flag)
     assert message in err
     assert not (workdir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(rollout__segment=8), "rollout.segment is 8; allowed: 0 (off), or below"),
+        (dict(drafter__replay_updates=2, drafter__kind="none"), "replay_updates is 2; allowed: 0"),
+        (dict(drafter__replay_updates=2, drafter__train=False), "replay_updates is 2; allowed: 0"),
+        (dict(optim__freeze=True, lora__rank=2), "lora.rank is 2; allowed: 0 with optim.freeze"),
+        (dict(optim__freeze=True, loss__kl_beta=0.1), "kl_beta is 0.1; allowed: 0 with optim.fr"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(changes, message):
+    with pytest.raises(base.UserError, match=re.escape(message)):
+        setup_lib.prepare(config(**changes))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The spot trainer's parts that need no idle devices; the rest is in tests/sharded.py."""
 
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -82,3 +83,73 @@ def test_what_fails_in_the_thread_is_raised_where_the_rollout_ends(monkeypatch):
     idle.begin()
     with pytest.raises(base.UserError, match="out of memory, say"):
         idle.end()
+
+
+class Student:
+    """Stands for the drafter's copy; an update takes as long as the test says."""
+
+    def __init__(self, *_):
+        self.state, self.updates = "new", 0
+
+    def lesson(self, rows):
+        return rows
+
+    def examine(self, lesson):
+        return float(self.updates)
+
+    def update(self, rows):
+        self.updates += 1
+        self.updated.set()
+        return 1.0
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    Student.updated = threading.Event()
+    monkeypatch.setattr(spot, "_Student", Student)
+    monkeypatch.setattr(spot.sharding, "put_params", lambda mesh, state: state)
+    made = trainer()
+    made.programs = object()
+    return made
+
+
+def tail(idle: spot.Trainer) -> spot.Learned:
+    idle.prepare(given(buffer(9)))
+    idle.begin()
+    if idle.thread:
+        assert Student.updated.wait(60)
+    return idle.end()
+
+
+def test_a_tail_too_short_for_an_update_is_not_tried_until_hope_has_grown(idle):
+    found = tail(idle)
+    assert found.updates >= 1 and found.state == "new" and found.gained == found.updates
+    assert idle.first_s > 0 and idle.tail_s < 60
+    idle.first_s, idle.tail_s = 10 * idle.tail_s + 60, 1.0  # as if an update took a minute
+    before = idle.first_s
+    found = tail(idle)
+    assert idle.thread is None and found.updates == 0 and found.idle_seconds > 0
+    assert idle.first_s == pytest.approx(spot._HOPE * before)
+    idle.tail_s = 1000.0
+    assert tail(idle).updates >= 1
+
+
+def test_a_rollout_that_ended_waits_for_one_program_at_most(idle, monkeypatch):
+    """After each of the student's programs it looks whether the rollout has ended."""
+    seen = []
+
+    class Ended(Student):
+        def lesson(self, rows):
+            seen.append("lesson")
+            idle.ended.set()
+            return rows
+
+        def examine(self, lesson):
+            seen.append("examine")
+            return 0.0
+
+    monkeypatch.setattr(spot, "_Student", Ended)
+    idle.prepare(given(buffer(9)))
+    idle.begin()
+    idle.thread.join()
+    assert seen == ["lesson"] and idle.end().updates == 0
