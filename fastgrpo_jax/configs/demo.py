@@ -27,5 +27,4 @@ def get_config():
     c.rollout.slot_step = 72  # holds prompt, response and tree: one cache size
     c.rollout.block_rounds = 8
     c.optim.learning_rate = 1e-5
-    c.drafter.learning_rate = 1e-3
     return c

@@ -19,5 +19,4 @@ def get_config():
     c.rollout.slot_step = 64
     c.loss.head_chunk = 64
     c.optim.learning_rate = 1e-3
-    c.drafter.learning_rate = 1e-3
     return c

@@ -21,7 +21,5 @@ def get_config():
     c.drafter.optimizer = "muon"
     c.drafter.learning_rate = 0.02
     c.drafter.max_grad_norm = 1.0
-    c.drafter.feature_weight = 0.2
-    c.drafter.token_weight = 1.0
     c.drafter.replay_updates = 16
     return c
