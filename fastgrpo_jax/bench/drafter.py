@@ -31,7 +31,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--weight_decay", type=float, default=0.0)
     parser.add_argument("--feature_weight", type=float, default=0.2)
     parser.add_argument("--token_weight", type=float, default=1.0)
-    parser.add_argument("--token_loss", default="lk", choices=distill.TOKEN_LOSSES)
+    parser.add_argument("--token_loss", default="ce", choices=distill.TOKEN_LOSSES)
     parser.add_argument("--unroll", type=int, default=1, help="steps of the training-time test")
 
 

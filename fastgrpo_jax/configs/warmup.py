@@ -18,8 +18,7 @@ def get_config():
     c.task.group = 2  # nothing is compared within a group: other prompts teach more
     c.task.max_prompt_length = 96
     c.optim.freeze = True
-    c.drafter.optimizer = "muon"
-    c.drafter.learning_rate = 0.02
+    c.drafter.learning_rate = 3e-3
     c.drafter.max_grad_norm = 1.0
     c.drafter.replay_updates = 16
     return c
