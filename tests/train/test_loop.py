@@ -151,13 +151,16 @@ def test_a_run_starts_from_a_drafter_file(tmp_path):
     eagle_file.save(path, setup.eagle, drawn)
     c = config(drafter__init=path)
     assert_same(setup_lib.first_state(c, setup_lib.prepare(c)).drafter, drawn)
-    with pytest.raises(base.UserError, match=r"drafter\.kind is 'eagle', but"):
+    with pytest.raises(base.UserError, match=r"drafter\.kind is 'eagle'; allowed: 'fastgrpo'"):
         setup_lib.prepare(config(drafter__init=path, drafter__kind="eagle"))
     with pytest.raises(base.UserError, match=r"drafter\.kind is 'none'"):
         setup_lib.prepare(config(drafter__init=path, drafter__kind="none"))
-    other = dataclasses.replace(setup.eagle, ffn=24)
+    narrow = dataclasses.replace(setup.eagle, ffn=24)  # its own affair
+    eagle_file.save(path, narrow, eagle.init(jax.random.key(9), narrow))
+    assert setup_lib.prepare(c).eagle.ffn == 24
+    other = dataclasses.replace(setup.eagle, hidden=32)
     eagle_file.save(path, other, eagle.init(jax.random.key(9), other))
-    with pytest.raises(base.UserError, match="a drafter of another model: ffn 24 for"):
+    with pytest.raises(base.UserError, match="a drafter of another model: hidden 32 for 64"):
         setup_lib.prepare(c)
     deep = dataclasses.replace(setup.eagle, taps=(0, 1, 1))
     eagle_file.save(path, deep, eagle.init(jax.random.key(9), deep))
