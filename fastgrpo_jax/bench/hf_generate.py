@@ -4,8 +4,6 @@ Its defaults (SDPA attention, dynamic cache, no compilation); a group is
 `num_return_sequences` of one prompt, prompts are padded on the left, the prefill is included.
 """
 
-import json
-import pathlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,46 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from fastgrpo_jax.models import hf, load
+from fastgrpo_jax.models import export, load
 
 
 def _torch_model(model: load.LoadedModel):
     """Build the transformers model from our own weights."""
-    import safetensors.numpy
     import transformers
 
     with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder)
-        safetensors.numpy.save_file(
-            hf.to_hf_state(model.params, model.config),
-            path / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-        (path / "config.json").write_text(json.dumps(_hf_config(model.config)))
-        return transformers.AutoModelForCausalLM.from_pretrained(path, dtype="float32").eval()
-
-
-def _hf_config(c) -> dict[str, Any]:
-    kind = "qwen3" if c.qk_norm else "qwen2" if c.qkv_bias and not c.o_bias else "llama"
-    return {
-        "model_type": kind,
-        "architectures": [
-            {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind] + "ForCausalLM"
-        ],
-        "vocab_size": c.vocab,
-        "hidden_size": c.hidden,
-        "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.ffn,
-        "max_position_embeddings": c.max_positions,
-        "rms_norm_eps": c.norm_eps,
-        "rope_theta": c.rope_theta,
-        "tie_word_embeddings": c.tied,
-        "attention_bias": c.qkv_bias,
-        "hidden_act": "silu",
-    }
+        export.save(folder, model.config, model.params, model.tokenizer, model.stop_tokens)
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 _models: dict[int, Any] = {}
