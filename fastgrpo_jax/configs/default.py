@@ -107,8 +107,8 @@ def get_config() -> config_dict.ConfigDict:
     # or more, one process), once so many rows or fewer are left for each device that goes on.
     c.drafter.spot = True
     c.drafter.spot_rows = 1
-    # To start from: FILE.safetensors of `bench drafter`, or the workdir of a run (config warmup);
-    # empty: random.
+    # To start from: FILE.safetensors of `bench drafter`, the workdir of a run (config warmup), or
+    # the directory of an EAGLE-1 or 2 drafter; empty: random.
     c.drafter.init = ""
     # Ids that it may propose, and that it is taught among: the most frequent so far; 0: all
     c.drafter.vocab = 8192

@@ -119,11 +119,9 @@ def load(
         with safetensors.safe_open(path, framework="numpy") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
             config = _shape(raw, shapes, policy, str(directory))
-            slots = layout(config)
-            given = {name: shape for name, shape in shapes.items() if name in slots or name != BIAS}
-            given.pop(EMBED, None)
-            given.pop(hf.HEAD, None)  # a copy of the target's
-            return config, hf.fill(slots, given, file.get_tensor, str(directory))
+            for copied in (EMBED, hf.HEAD):  # from the target, which has its own
+                shapes.pop(copied, None)
+            return config, hf.fill(layout(config), shapes, file.get_tensor, str(directory))
     except (OSError, safetensors.SafetensorError) as error:
         raise base.UserError(f"cannot read the drafter {str(path)!r}: {error}") from error
 
