@@ -34,7 +34,7 @@ TRAINING: Table = tuple(
         (r"attn/[qkv]/kernel", (FSDP, TENSOR)),
         (r"attn/[qkv]/bias", (TENSOR,)),
         (r"attn/o/kernel", (TENSOR, FSDP)),
-        (r"attn/o/bias", ()),
+        (r"(attn/o|fc)/bias", ()),
         (r"(feature_|hidden_)?mlp/(gate|up)/kernel", (FSDP, TENSOR)),
         (r"(feature_|hidden_)?mlp/down/kernel", (TENSOR, FSDP)),
         (r"fuse_(gate|up)/kernel", (FSDP, TENSOR)),

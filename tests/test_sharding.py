@@ -35,7 +35,7 @@ def test_eight_devices_do_what_one_does():
 FULL = dataclasses.replace(toys.CONFIG, qkv_bias=True, o_bias=True, qk_norm=True)
 HEADS = [
     eagle.config_for(FULL, "fastgrpo"),
-    dataclasses.replace(eagle.config_for(FULL, "eagle"), taps=(0, 1, 1)),
+    dataclasses.replace(eagle.config_for(FULL, "eagle"), taps=(0, 1, 1), fc_bias=True),
 ]
 
 
